@@ -1,0 +1,58 @@
+# Every target works in .venv, whatever environment is active. To start afresh: rm -rf .venv
+PYTHON ?= python3
+# Options added to pytest, for instance: make test PYTEST_ARGS="-k sinkhorn -x"
+PYTEST_ARGS ?=
+
+# Named on pip's command line, not only in constraints.txt: any other torch replaces the build that
+# the tests run on by one that carries gigabytes of libraries.
+TORCH := torch==2.13.0
+EXTRAS := dev,all
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Two pytest workers with one thread each: torch would otherwise take every core in both.
+WORKERS ?= 2
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+PYTEST := $(ONE_THREAD) MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS) -q
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test test-slow lint format demo bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv and install the package with what the tests need
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 13) or sys.exit(f"espformer needs Python 3.11 or 3.12, and $(PYTHON) is {v[0]}.{v[1]}: name another one, make PYTHON=python3.12")'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@echo "installing espformer[$(EXTRAS)] into $(VENV)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt $(TORCH) -e '.[$(EXTRAS)]'
+	@touch $@
+
+test: lint ## lint, then run the tests, except those marked slow
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(STAMP) ## run the tests marked slow
+	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+lint: $(STAMP) ## check style (ruff) and types (mypy)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+format: $(STAMP) ## rewrite the sources in the project's style
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+demo: $(STAMP) ## run the demonstration; its pictures go to demo-output/
+	MPLBACKEND=Agg $(BIN)/python -m espformer.demo
+
+bench: $(STAMP) ## time the mechanisms on this machine's CPU
+	$(BIN)/python -m benchmarks.cpu
+
+clean: ## remove caches, build products and demo-output/ (keeps .venv)
+	rm -rf build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

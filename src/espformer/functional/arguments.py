@@ -1,0 +1,183 @@
+"""Checks of what a caller passes: every error says what was wrong, what is expected, what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from espformer.ops.exponentials import METRICS
+from espformer.ops.masks import resolve_masks, zero_padding
+from espformer.ops.problem import BALANCES, COUPLINGS, TIES, Problem
+
+
+def make_problem(
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    *,
+    sort_temperature: float | Tensor,
+    slices: Tensor | None,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    scale: float | None,
+    slice_dropout: float,
+    **options: Any,
+) -> tuple[Problem, torch.Size, Tensor]:
+    """The checked problem, the leading shape, and per head NaN if it holds one, else zero."""
+    one_of(name, "metric", options["metric"], METRICS)
+    one_of(name, "balance", options["balance"], BALANCES)
+    one_of(name, "ties", options["ties"], TIES)
+    one_of(name, "coupling", options["coupling"], COUPLINGS)
+    if not options["inverse_temperature"] >= 0:
+        raise ValueError(
+            f"{name}: inverse_temperature must be >= 0, got {options['inverse_temperature']} "
+            "(0 weighs all slices alike)"
+        )
+    if not 0 <= slice_dropout < 1:
+        raise ValueError(f"{name}: slice_dropout must be in [0, 1), got {slice_dropout}")
+    lead = _check_tokens(name, query, key, value)
+    query_mask, key_mask = resolve_masks(name, query, key, query_mask, key_mask)
+    same_mask = query_mask is key_mask
+
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+
+    def flat(x: Tensor) -> Tensor:
+        return x.expand(*lead, *x.shape[-2:]).reshape(-1, *x.shape[-2:])
+
+    def flat_mask(mask: Tensor | None, tokens: int) -> Tensor | None:
+        return None if mask is None else mask.expand(*lead, tokens).reshape(-1, tokens)
+
+    query_rows = flat_mask(query_mask, query.shape[-2])
+    key_rows = query_rows if same_mask else flat_mask(key_mask, key.shape[-2])
+    q, k = zero_padding(flat(query), query_rows), zero_padding(flat(key), key_rows)
+    # A sort has a place for NaN and would hide it; whoever holds one shall see it.
+    poison = (q.detach() * 0).sum((-2, -1)) + (k.detach() * 0).sum((-2, -1))
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    temperature = _temperature(name, sort_temperature, q.device, dtype, lead)
+    theta = _slices(name, slices, q.shape[-1], q.device, dtype, lead)
+    keep = None
+    if slice_dropout:
+        count = q.shape[-1] if theta is None else theta.shape[-2]
+        draw = torch.rand(q.shape[0], count, device=q.device)
+        keep = (draw >= slice_dropout) | (draw == draw.amax(-1, keepdim=True))
+    problem = Problem(
+        q,
+        k,
+        scale,
+        temperature,
+        slices=theta,
+        query_mask=query_rows,
+        key_mask=key_rows,
+        keep=keep,
+        **options,
+    )
+    return problem, lead, poison
+
+
+def _check_tokens(name: str, query: Tensor, key: Tensor, value: Tensor | None) -> torch.Size:
+    tensors = {"query": query, "key": key} | ({} if value is None else {"value": value})
+    for label, x in tensors.items():
+        if x.dim() < 2:
+            raise ValueError(
+                f"{name}: {label} must have shape (batch, heads, tokens, head_dim) or at least "
+                f"(tokens, head_dim), got {tuple(x.shape)}"
+            )
+        if not x.is_floating_point():
+            raise ValueError(f"{name}: {label} must hold floating-point numbers, got {x.dtype}")
+        if 0 in x.shape[-2:]:
+            raise ValueError(
+                f"{name}: {label} of shape {tuple(x.shape)} has no tokens or no width; at "
+                "least one token is needed (mask out a sequence of a batch that is empty)"
+            )
+        if x.device != query.device:
+            raise ValueError(
+                f"{name}: query is on {query.device} but {label} on {x.device}; move them together"
+            )
+        if x.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
+            raise ValueError(
+                f"{name}: query is {query.dtype} but {label} is {x.dtype}; cast them to one dtype"
+            )
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"{name}: query and key must have the same head_dim, got query "
+            f"{tuple(query.shape)} and key {tuple(key.shape)}"
+        )
+    try:
+        return torch.broadcast_shapes(*(x.shape[:-2] for x in tensors.values()))
+    except RuntimeError:
+        shapes = ", ".join(f"{label} {tuple(x.shape)}" for label, x in tensors.items())
+        raise ValueError(f"{name}: leading dimensions do not agree: {shapes}") from None
+
+
+def _temperature(
+    name: str, t: float | Tensor, device: torch.device, dtype: torch.dtype, lead: torch.Size
+) -> Tensor:
+    advice = "(for hard sorting pass hard=True)"
+    if not isinstance(t, Tensor):
+        if not t > 0:
+            raise ValueError(f"{name}: sort_temperature must be > 0, got {t} {advice}")
+        return torch.full((1,), t, device=device, dtype=dtype)
+    # On a GPU the values are not looked at: that would wait for the device.
+    looked_at = t.device.type == "cpu" and not torch.compiler.is_compiling()
+    if looked_at and not bool((t > 0).all()):
+        raise ValueError(f"{name}: sort_temperature must be > 0 everywhere, got {t} {advice}")
+    try:
+        return t.to(device, dtype).expand(lead).reshape(-1)
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: sort_temperature of shape {tuple(t.shape)} does not broadcast to the leading "
+            f"dimensions {tuple(lead)}; for one temperature per head its shape is (heads,)"
+        ) from None
+
+
+def _slices(
+    name: str, slices: Tensor | None, head_dim: int, device: torch.device, dtype: torch.dtype,
+    lead: torch.Size,
+) -> Tensor | None:  # fmt: skip
+    if slices is None:
+        return None
+    if slices.dim() < 2 or slices.shape[-1] != head_dim or slices.shape[-2] == 0:
+        raise ValueError(
+            f"{name}: slices must have shape (L, head_dim) or (heads, L, head_dim) with head_dim "
+            f"{head_dim} and L >= 1, got {tuple(slices.shape)}"
+        )
+    slices = slices.to(device, dtype)
+    if slices.dim() == 2:
+        return slices.unsqueeze(0)
+    try:
+        return slices.expand(*lead, *slices.shape[-2:]).reshape(-1, *slices.shape[-2:])
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: slices of shape {tuple(slices.shape)} do not broadcast to the leading "
+            f"dimensions {tuple(lead)} of the queries"
+        ) from None
+
+
+def padding_only(
+    name: str, attn_mask: Tensor | None, is_causal: bool, key: Tensor, key_mask: Tensor | None
+) -> Tensor | None:
+    reason = (
+        "a lower-triangular matrix whose rows and columns sum to one is the identity; causal "
+        "models keep softmax attention (espformer.nn.Softmax)"
+    )
+    if is_causal:
+        raise ValueError(f"{name}: causal attention does not exist here: {reason}")
+    if attn_mask is None:
+        return key_mask
+    padding = (*key.shape[:-3], 1, 1, key.shape[-2])
+    if attn_mask.dtype != torch.bool or attn_mask.shape != padding or key_mask is not None:
+        raise ValueError(
+            f"{name}: attn_mask can only say which keys are padding: boolean, of shape {padding}, "
+            f"without key_mask; got {attn_mask.dtype} {tuple(attn_mask.shape)}. Better pass "
+            f"key_mask (batch, tokens). Pairwise and causal masks do not exist here: {reason}"
+        )
+    return attn_mask[..., 0, 0, :]
+
+
+def one_of(name: str, argument: str, got: str, allowed: tuple[str, ...]) -> None:
+    if got not in allowed:
+        choices = ", ".join(repr(a) for a in allowed)
+        raise ValueError(f"{name}: {argument} must be one of {choices}, got {got!r}")

@@ -1,0 +1,236 @@
+"""The attentions that ESP attention is compared with, as functions: softmax and Sinkhorn.
+
+They take the shapes and the masks of :func:`espformer.esp_attention`.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from espformer.ops.masks import resolve_masks, zero_padding
+from espformer.ops.sinkhorn import sinkhorn_matrix, sinkhorn_output
+
+__all__ = ["sinkhorn_attention", "sinkhorn_plan", "softmax_attention", "softmax_plan"]
+
+
+def softmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    query_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    r"""Softmax attention, :math:`\mathrm{softmax}(Q K^\top \cdot \text{scale})\, V`.
+
+    :func:`torch.nn.functional.scaled_dot_product_attention` with the padding masks of this library.
+
+    Args:
+        query: ``(batch, heads, N, head_dim)``.
+        key: ``(batch, heads, M, head_dim)``.
+        value: ``(batch, heads, M, width)``.
+        scale: factor on the scores; ``head_dim ** -0.5`` unless given.
+        dropout: probability of dropping an entry of the matrix.
+        query_mask: boolean ``(batch, N)``, True = takes part.
+        key_mask: boolean ``(batch, M)``, True = takes part; alone it also masks the queries when
+            N = M.
+
+    Returns:
+        ``(batch, heads, N, width)``. Rows of masked queries, and of queries that have no key left,
+        are zero.
+
+    Example:
+        >>> import torch
+        >>> x = torch.randn(2, 4, 5, 8)
+        >>> softmax_attention(x, x, x).shape
+        torch.Size([2, 4, 5, 8])
+
+    References:
+        Vaswani et al., Attention is all you need, NeurIPS 2017.
+    """
+    _check_shapes("softmax_attention", query, key, value)
+    query_mask, key_mask = resolve_masks("softmax_attention", query, key, query_mask, key_mask)
+    pairs = None
+    present = None if query_mask is None else query_mask.unsqueeze(-1)
+    if key_mask is not None:
+        # A softmax over nothing is NaN in some kernels and zero in others: let a query without
+        # keys see them all, and throw its row away.
+        has_keys = key_mask.any(-1, keepdim=True)
+        pairs = (key_mask | ~has_keys).unsqueeze(-2)
+        present = has_keys.unsqueeze(-1) if present is None else present & has_keys.unsqueeze(-1)
+    output = F.scaled_dot_product_attention(
+        zero_padding(query, query_mask),
+        zero_padding(key, key_mask),
+        zero_padding(value, key_mask),
+        attn_mask=pairs,
+        dropout_p=dropout,
+        scale=scale,
+    )
+    return output if present is None else output.masked_fill(~present, 0)
+
+
+def softmax_plan(
+    query: Tensor,
+    key: Tensor,
+    *,
+    scale: float | None = None,
+    query_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """The matrix of :func:`softmax_attention`: its rows sum to one, its columns to anything.
+
+    Args:
+        query: ``(batch, heads, N, head_dim)``.
+        key: ``(batch, heads, M, head_dim)``.
+        scale, query_mask, key_mask: as in :func:`softmax_attention`.
+
+    Returns:
+        ``(batch, heads, N, M)`` in the dtype of `query`.
+
+    Example:
+        >>> import torch
+        >>> q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
+        >>> softmax_plan(q, k).sum(-1).allclose(torch.ones(1, 2, 3))
+        True
+    """
+    _check_shapes("softmax_plan", query, key)
+    query_mask, key_mask = resolve_masks("softmax_plan", query, key, query_mask, key_mask)
+    # Softmax is Sinkhorn's algorithm stopped after its first update.
+    return sinkhorn_matrix(
+        query,
+        key,
+        iterations=1,
+        epsilon=1.0,
+        scale=_default_scale(query, scale),
+        query_mask=query_mask,
+        key_mask=key_mask,
+    ).to(query.dtype)
+
+
+def sinkhorn_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    iterations: int = 3,
+    epsilon: float = 1.0,
+    scale: float | None = None,
+    query_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    r"""Doubly-stochastic attention by Sinkhorn's algorithm (Sinkformers).
+
+    The rows and columns of :math:`\exp(Q K^\top \cdot \text{scale} / \varepsilon)` are normalised
+    in turn, in the log domain, see :func:`espformer.ops.sinkhorn.sinkhorn_normalize`.
+
+    Args:
+        query: ``(batch, heads, N, head_dim)``.
+        key: ``(batch, heads, M, head_dim)``.
+        value: ``(batch, heads, M, width)``.
+        iterations: number of updates, rows first; 0 and 1 are softmax attention. After an odd
+            number the rows sum to one exactly, after an even number the columns to N/M.
+        epsilon: entropic regularisation; the smaller, the closer to a permutation, and the more
+            iterations it takes.
+        scale: factor on the scores; ``head_dim ** -0.5`` unless given.
+        query_mask: boolean ``(batch, N)``, True = takes part.
+        key_mask: boolean ``(batch, M)``, True = takes part; alone it also masks the queries when
+            N = M.
+
+    Returns:
+        ``(batch, heads, N, width)``; rows of masked queries are zero.
+
+    Example:
+        >>> import torch
+        >>> x = torch.randn(2, 4, 5, 8)
+        >>> torch.allclose(sinkhorn_attention(x, x, x, iterations=1), softmax_attention(x, x, x),
+        ...                atol=1e-6)
+        True
+
+    References:
+        Sander, Ablin, Blondel, Peyré, Sinkformers: Transformers with doubly stochastic attention,
+        AISTATS 2022.
+    """
+    _check_shapes("sinkhorn_attention", query, key, value)
+    _check_sinkhorn("sinkhorn_attention", iterations, epsilon)
+    query_mask, key_mask = resolve_masks("sinkhorn_attention", query, key, query_mask, key_mask)
+    return sinkhorn_output(
+        query,
+        key,
+        value,
+        iterations=iterations,
+        epsilon=epsilon,
+        scale=_default_scale(query, scale),
+        query_mask=query_mask,
+        key_mask=key_mask,
+    )
+
+
+def sinkhorn_plan(
+    query: Tensor,
+    key: Tensor,
+    *,
+    iterations: int = 3,
+    epsilon: float = 1.0,
+    scale: float | None = None,
+    query_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """The matrix of :func:`sinkhorn_attention`: rows sum to one, columns to N/M, in the limit.
+
+    Args:
+        query: ``(batch, heads, N, head_dim)``.
+        key: ``(batch, heads, M, head_dim)``.
+        iterations, epsilon, scale, query_mask, key_mask: as in :func:`sinkhorn_attention`.
+
+    Returns:
+        ``(batch, heads, N, M)`` in the dtype of `query`.
+
+    Example:
+        >>> import torch
+        >>> x = torch.randn(1, 2, 5, 8)
+        >>> sinkhorn_plan(x, x, iterations=100).sum(-2).allclose(torch.ones(1, 2, 5))
+        True
+    """
+    _check_shapes("sinkhorn_plan", query, key)
+    _check_sinkhorn("sinkhorn_plan", iterations, epsilon)
+    query_mask, key_mask = resolve_masks("sinkhorn_plan", query, key, query_mask, key_mask)
+    return sinkhorn_matrix(
+        query,
+        key,
+        iterations=iterations,
+        epsilon=epsilon,
+        scale=_default_scale(query, scale),
+        query_mask=query_mask,
+        key_mask=key_mask,
+    ).to(query.dtype)
+
+
+def _default_scale(query: Tensor, scale: float | None) -> float:
+    return query.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _check_sinkhorn(name: str, iterations: int, epsilon: float) -> None:
+    if iterations < 0:
+        raise ValueError(
+            f"{name}: iterations must be >= 0, got {iterations} (0 and 1 are softmax attention)"
+        )
+    if not epsilon > 0:
+        raise ValueError(
+            f"{name}: epsilon must be > 0, got {epsilon} (a smaller epsilon is closer to a "
+            "permutation; for an exact one use esp_attention with hard=True)"
+        )
+
+
+def _check_shapes(name: str, query: Tensor, key: Tensor, value: Tensor | None = None) -> None:
+    """Widths and lengths that must agree; what else can be wrong, the matrix product says well."""
+    if query.ndim < 2 or key.ndim < 2 or query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"{name}: query and key must be (batch, heads, tokens, head_dim) with the same "
+            f"head_dim, got {tuple(query.shape)} and {tuple(key.shape)}"
+        )
+    if value is not None and (value.ndim < 2 or value.shape[-2] != key.shape[-2]):
+        raise ValueError(
+            f"{name}: value must have one row for each key, got {tuple(value.shape)} for keys of "
+            f"shape {tuple(key.shape)}"
+        )

@@ -1,0 +1,37 @@
+"""Layers: attention, the mechanisms that it takes, slicers, and annealing."""
+
+from espformer.nn.annealing import (
+    anneal,
+    exponential_schedule,
+    get_sort_temperatures,
+    harden,
+    set_sort_temperature,
+    set_straight_through,
+    soften,
+)
+from espformer.nn.attention import Attention
+from espformer.nn.differential import Differential
+from espformer.nn.esp import ESP
+from espformer.nn.mechanisms import Mechanism, Sinkhorn, Softmax
+from espformer.nn.slicers import AxisSlicer, FrozenSlicer, LearnableSlicer, Slicer, make_slicer
+
+__all__ = [
+    "ESP",
+    "Attention",
+    "AxisSlicer",
+    "Differential",
+    "FrozenSlicer",
+    "LearnableSlicer",
+    "Mechanism",
+    "Sinkhorn",
+    "Slicer",
+    "Softmax",
+    "anneal",
+    "exponential_schedule",
+    "get_sort_temperatures",
+    "harden",
+    "make_slicer",
+    "set_sort_temperature",
+    "set_straight_through",
+    "soften",
+]

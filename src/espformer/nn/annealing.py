@@ -1,0 +1,150 @@
+"""Sharpening a trained model: sort temperatures, hard sorting, straight-through.
+
+Each function acts on every :class:`espformer.nn.ESP` inside a model, also inside ``Differential``,
+and returns the names of those it changed. What they set is saved with the model's state dict.
+
+The life of a model in the paper: train soft, fine-tune while the temperature falls by a factor each
+epoch, then sort exactly.
+
+    >>> from espformer.nn import Attention, anneal, exponential_schedule, harden
+    >>> from espformer.nn import set_sort_temperature
+    >>> model = Attention(32, heads=4)
+    >>> for temperature in exponential_schedule(1e-3, factor=0.8, epochs=40):
+    ...     changed = set_sort_temperature(model, temperature)  # then train for an epoch
+    >>> harden(model)
+    ['mechanism']
+"""
+
+from torch import Tensor, nn
+
+from espformer.nn.esp import ESP
+
+__all__ = [
+    "anneal",
+    "exponential_schedule",
+    "get_sort_temperatures",
+    "harden",
+    "set_sort_temperature",
+    "set_straight_through",
+    "soften",
+]
+
+
+def set_sort_temperature(model: nn.Module, temperature: float) -> list[str]:
+    """Give every ESP mechanism this sort temperature; learnt ones go on learning from there.
+
+    Example:
+        >>> from espformer.nn import Attention
+        >>> set_sort_temperature(Attention(32, heads=4), 1e-5)
+        ['mechanism']
+    """
+    changed = []
+    for name, mechanism in _mechanisms("set_sort_temperature", model):
+        mechanism.sort_temperature = temperature
+        changed.append(name)
+    return changed
+
+
+def get_sort_temperatures(model: nn.Module) -> dict[str, float | list[float]]:
+    """Sort temperature of every ESP mechanism by its name; one for each head where it is learnt.
+
+    Example:
+        >>> from espformer.nn import ESP, Attention
+        >>> get_sort_temperatures(Attention(32, heads=4, mechanism=ESP(0.5)))
+        {'mechanism': 0.5}
+    """
+    temperatures: dict[str, float | list[float]] = {}
+    for name, mechanism in _mechanisms("get_sort_temperatures", model):
+        temperature = mechanism.sort_temperature
+        temperatures[name] = (
+            temperature.tolist() if isinstance(temperature, Tensor) else temperature
+        )
+    return temperatures
+
+
+def anneal(model: nn.Module, factor: float) -> list[str]:
+    """Multiply the sort temperature of every ESP mechanism, each head's own, by `factor`.
+
+    Example:
+        >>> from espformer.nn import ESP, Attention
+        >>> model = Attention(32, heads=4, mechanism=ESP(0.5))
+        >>> _ = anneal(model, 0.5)
+        >>> get_sort_temperatures(model)
+        {'mechanism': 0.25}
+    """
+    if not factor > 0:
+        raise ValueError(
+            f"anneal: factor must be > 0, got {factor} (for hard sorting call harden(model))"
+        )
+    changed = []
+    for name, mechanism in _mechanisms("anneal", model):
+        mechanism.scale_sort_temperature(factor)
+        changed.append(name)
+    return changed
+
+
+def harden(model: nn.Module, *, ties: str | None = None) -> list[str]:
+    """Sort exactly from now on: attention is doubly stochastic, up to rounding.
+
+    Args:
+        model: any module with ESP mechanisms inside.
+        ties: "stable" or "average", what to do with equal numbers; as it is unless given.
+    """
+    changed = []
+    for name, mechanism in _mechanisms("harden", model):
+        if ties is not None:
+            mechanism.ties = ties
+        mechanism.hard = True
+        changed.append(name)
+    return changed
+
+
+def soften(model: nn.Module) -> list[str]:
+    """Undo :func:`harden`: sort softly again, at the temperatures that the mechanisms have."""
+    changed = []
+    for name, mechanism in _mechanisms("soften", model):
+        mechanism.hard = False
+        changed.append(name)
+    return changed
+
+
+def set_straight_through(model: nn.Module, share: float) -> list[str]:
+    """Share in [0, 1] of the hard sort in the forward, while gradients stay the soft sort's.
+
+    0 is the soft forward, 1 the hard one; a share that grows during training moves from one to the
+    other.
+    """
+    changed = []
+    for name, mechanism in _mechanisms("set_straight_through", model):
+        mechanism.straight_through = share
+        changed.append(name)
+    return changed
+
+
+def exponential_schedule(start: float, factor: float, epochs: int) -> list[float]:
+    """Temperatures of the paper's annealing, one for each epoch: start·factor, start·factor², ...
+
+    `start` is the temperature that the model was trained with, so the first epoch already takes a
+    step and the last one trains at ``start * factor ** epochs``.
+
+    Example:
+        >>> schedule = exponential_schedule(1e-3, factor=0.8, epochs=40)
+        >>> len(schedule), f"{schedule[0]:.1e}", f"{schedule[-1]:.1e}"
+        (40, '8.0e-04', '1.3e-07')
+    """
+    if not (start > 0 and factor > 0 and epochs >= 0):
+        raise ValueError(
+            "exponential_schedule: start and factor must be > 0 and epochs >= 0, got "
+            f"start={start}, factor={factor}, epochs={epochs}"
+        )
+    return [start * factor**epoch for epoch in range(1, epochs + 1)]
+
+
+def _mechanisms(function: str, model: nn.Module) -> list[tuple[str, ESP]]:
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, ESP)]
+    if not found:
+        raise ValueError(
+            f"{function}: no ESP mechanism inside this {type(model).__name__} (build its attention "
+            "with espformer.nn.ESP, or convert it first)"
+        )
+    return found

@@ -1,0 +1,166 @@
+"""The attention layer: projections around a mechanism."""
+
+import torch
+from torch import Tensor, nn
+
+from espformer.nn.esp import ESP
+from espformer.nn.mechanisms import Mechanism
+
+__all__ = ["Attention"]
+
+
+class Attention(nn.Module):
+    """Multi-head attention with any mechanism.
+
+    Self-attention has one fused projection ``qkv`` and an output projection ``proj``, named and
+    laid out as in timm, so that weights of public Vision Transformers load. Cross-attention
+    (``cross=True``) has ``q``, ``kv`` and ``proj``.
+
+    Args:
+        dim: width of the tokens.
+        heads: number of heads.
+        mechanism: what happens between the projections, :class:`ESP` unless given. The layer binds
+            a copy, so one object can be given to many layers.
+        qkv_bias: bias in the projections of queries, keys and values.
+        proj_bias: bias in the output projection.
+        cross: attend to a second set of tokens, the context.
+        key_dim: width of the context's tokens (cross-attention only); `dim` unless given.
+        head_dim: width of a head; ``dim // heads`` unless given.
+        dropout: dropout on the output.
+        depth: index of the layer in its model, from 0, for mechanisms that depend on it.
+
+    Example:
+        >>> import torch
+        >>> from espformer.nn import Sinkhorn
+        >>> layer = Attention(dim=32, heads=4, mechanism=Sinkhorn(iterations=3))
+        >>> lengths = torch.tensor([6, 4])
+        >>> mask = torch.arange(6) < lengths[:, None]
+        >>> output, matrix = layer(torch.randn(2, 6, 32), mask=mask, return_matrix=True)
+        >>> output.shape, matrix.shape
+        (torch.Size([2, 6, 32]), torch.Size([2, 4, 6, 6]))
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int = 8,
+        mechanism: Mechanism | None = None,
+        *,
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
+        cross: bool = False,
+        key_dim: int | None = None,
+        head_dim: int | None = None,
+        dropout: float = 0.0,
+        depth: int = 0,
+    ) -> None:
+        super().__init__()
+        if heads < 1 or (head_dim is None and dim % heads):
+            raise ValueError(
+                f"Attention: dim must be a multiple of heads, got dim={dim} and heads={heads} "
+                "(or give head_dim)"
+            )
+        if key_dim is not None and not cross:
+            raise ValueError(
+                f"Attention: key_dim={key_dim} is the width of a context, which only "
+                "cross-attention has (pass cross=True)"
+            )
+        if mechanism is not None and not isinstance(mechanism, Mechanism):
+            raise TypeError(
+                "Attention: mechanism must be an object such as espformer.nn.ESP(), "
+                f"got {mechanism!r}"
+            )
+        self.dim = dim
+        self.heads = heads
+        self.head_dim = dim // heads if head_dim is None else head_dim
+        self.cross = cross
+        self.key_dim = dim if key_dim is None else key_dim
+        width = heads * self.head_dim
+        if cross:
+            self.q = nn.Linear(dim, width, bias=qkv_bias)
+            self.kv = nn.Linear(self.key_dim, 2 * width, bias=qkv_bias)
+        else:
+            self.qkv = nn.Linear(dim, 3 * width, bias=qkv_bias)
+        self.mechanism = (ESP() if mechanism is None else mechanism).bind(
+            heads, self.head_dim, depth=depth
+        )
+        self.proj = nn.Linear(width, dim, bias=proj_bias)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        return_matrix: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend.
+
+        Args:
+            x: tokens, ``(batch, N, dim)``.
+            context: tokens to attend to, ``(batch, M, key_dim)``; cross-attention only.
+            mask: boolean ``(batch, N)``, which tokens take part.
+            context_mask: boolean ``(batch, M)``, which tokens of the context take part.
+            return_matrix: also return the attention matrix, which is computed for it alone.
+
+        Returns:
+            ``(batch, N, dim)``, and ``(batch, heads, N, M)`` if asked. At padded tokens the output
+            is the bias of the output projection: what the mechanism adds there is zero.
+        """
+        query, key, value = self._project(x, context)
+        if self.cross:
+            if mask is None and context_mask is not None:
+                # Without it, a context as long as x would lend its mask to the queries.
+                mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+            masks = {"query_mask": mask, "key_mask": context_mask}
+        else:
+            masks = {"query_mask": mask, "key_mask": mask}
+        output = self.mechanism(query, key, value, **masks)
+        output = self.dropout(self.proj(output.transpose(1, 2).flatten(2)))
+        if return_matrix:
+            return output, self.mechanism.matrix(query, key, **masks)
+        return output
+
+    def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, ``(batch, heads, tokens, head_dim)`` each."""
+        _check_tokens("x", x, self.dim)
+        if not self.cross:
+            if context is not None:
+                raise ValueError(
+                    "Attention: got a context, but this is self-attention (build the layer with "
+                    "cross=True)"
+                )
+            return self._split(self.qkv(x), 3).unbind(0)  # type: ignore[return-value]
+        if context is None:
+            raise ValueError(
+                "Attention: cross-attention needs a context (to attend to x itself pass it twice)"
+            )
+        _check_tokens("context", context, self.key_dim)
+        if context.shape[0] != x.shape[0]:
+            raise ValueError(
+                f"Attention: x and context must have the same batch, got {tuple(x.shape)} and "
+                f"{tuple(context.shape)}"
+            )
+        key, value = self._split(self.kv(context), 2).unbind(0)
+        return self._split(self.q(x), 1)[0], key, value
+
+    def _split(self, projected: Tensor, parts: int) -> Tensor:
+        """``(batch, tokens, width)`` to ``(parts, batch, heads, tokens, head_dim)``."""
+        return projected.unflatten(-1, (parts, self.heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+
+    def extra_repr(self) -> str:
+        parts = [f"dim={self.dim}", f"heads={self.heads}", f"head_dim={self.head_dim}"]
+        if self.cross:
+            parts += ["cross=True", f"key_dim={self.key_dim}"]
+        return ", ".join(parts)
+
+
+def _check_tokens(name: str, tokens: Tensor, width: int) -> None:
+    if tokens.ndim != 3 or tokens.shape[-1] != width:
+        hint = f" (for one sequence pass {name}.unsqueeze(0))" if tokens.ndim == 2 else ""
+        raise ValueError(
+            f"Attention: {name} must have shape (batch, tokens, {width}), "
+            f"got {tuple(tokens.shape)}{hint}"
+        )

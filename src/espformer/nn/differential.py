@@ -1,0 +1,160 @@
+r"""Differential attention around any mechanism (Ye et al. 2025).
+
+Two attentions share the values and one is taken from the other:
+
+.. math::
+    \mathrm{out} = (1 - \lambda_0)\, \mathrm{RMSNorm}\big((A_1 - \lambda A_2) V\big), \qquad
+    \lambda = e^{\lambda_{q_1} \cdot \lambda_{k_1}} - e^{\lambda_{q_2} \cdot \lambda_{k_2}}
+    + \lambda_0 .
+
+References:
+    Ye, Dong, Xia, Sun, Zhu, Huang, Wei, Differential Transformer, ICLR 2025.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from espformer.nn.mechanisms import Mechanism
+
+__all__ = ["Differential"]
+
+
+class Differential(Mechanism):
+    r"""The difference of two attentions of a base mechanism.
+
+    As in the original, a layer keeps its projections and halves its heads: of H heads of width D,
+    heads 2h and 2h+1 are the two (query, key) groups of differential head h, and their two values
+    side by side are its value, of width 2D. So a layer needs no special case for it, and the
+    projections have as many parameters as with any other mechanism. With one head, its channels are
+    read as two heads of width D/2: groups of width D/2, a value of width D.
+
+    The base sees one attention over all 2·(H/2) groups, so what it learns per head (temperatures,
+    slices) it learns for both groups of each differential head.
+
+    λ is one number per layer, from four vectors of the width of a group drawn from N(0, 0.1²), and
+    the norm's weight is shared by the heads, both as in the original.
+
+    Args:
+        base: mechanism of both groups.
+        lambda_init: λ₀ in [0, 1), or "depth" for 0.8 - 0.6·exp(-0.3·depth) of the original, with
+            the depth given to :meth:`bind` (from 0).
+
+    Example:
+        >>> import torch
+        >>> from espformer.nn import ESP
+        >>> x = torch.randn(2, 4, 5, 8)
+        >>> Differential(ESP(), lambda_init=0.5).bind(heads=4, head_dim=8)(x, x, x).shape
+        torch.Size([2, 4, 5, 8])
+    """
+
+    def __init__(self, base: Mechanism, lambda_init: float | Literal["depth"] = 0.8) -> None:
+        super().__init__()
+        if not isinstance(base, Mechanism):
+            raise TypeError(
+                "Differential: base must be a mechanism such as espformer.nn.ESP(), "
+                f"got {type(base).__name__}"
+            )
+        if isinstance(lambda_init, str) and lambda_init != "depth":
+            raise ValueError(
+                f'Differential: lambda_init must be "depth" or in [0, 1), got {lambda_init!r}'
+            )
+        if not isinstance(lambda_init, str) and not 0 <= lambda_init < 1:
+            raise ValueError(
+                f"Differential: lambda_init must be in [0, 1), got {lambda_init} "
+                "(the output is multiplied by 1 - lambda_init)"
+            )
+        self.base = base
+        self.lambda_schedule = lambda_init
+        self.lambda_init = 0.8 if isinstance(lambda_init, str) else float(lambda_init)
+
+    def build(self, heads: int, head_dim: int, depth: int) -> None:
+        if heads > 1 and heads % 2:
+            raise ValueError(
+                f"Differential: heads work in pairs, got {heads} of them (take an even number; "
+                "with a single head its channels are halved instead)"
+            )
+        if heads == 1 and head_dim % 2:
+            raise ValueError(
+                f"Differential: a single head is halved, so its width must be even, got {head_dim}"
+            )
+        if self.lambda_schedule == "depth":
+            self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
+        groups, width = (heads, head_dim) if heads > 1 else (2, head_dim // 2)
+        self.base = self.base.bind(groups, width, depth=depth)
+        self.lambda_q1 = nn.Parameter(torch.empty(width))
+        self.lambda_k1 = nn.Parameter(torch.empty(width))
+        self.lambda_q2 = nn.Parameter(torch.empty(width))
+        self.lambda_k2 = nn.Parameter(torch.empty(width))
+        self.norm = nn.RMSNorm(2 * width, eps=1e-5)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the vectors of λ again and reset the norm; the base keeps its own."""
+        for vector in self._lambda_vectors():
+            nn.init.normal_(vector, std=0.1)
+        self.norm.reset_parameters()
+
+    def difference_weight(self) -> Tensor:
+        """λ, a scalar."""
+        wide = torch.promote_types(self.lambda_q1.dtype, torch.float32)
+        q1, k1, q2, k2 = (vector.to(wide) for vector in self._lambda_vectors())
+        return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.lambda_init
+
+    def _lambda_vectors(self) -> tuple[nn.Parameter, ...]:
+        return self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        self.require_bound(query)
+        query, key, value = (self._groups(x) for x in (query, key, value))
+        # (batch, pairs, tokens, 2 · width): the two values of a pair side by side, for both groups.
+        value = torch.cat([value[:, 0::2], value[:, 1::2]], dim=-1).repeat_interleave(2, dim=1)
+        groups = self.base(query, key, value, query_mask=query_mask, key_mask=key_mask)
+        weight = self.difference_weight().to(groups.dtype)
+        output = self.norm(groups[:, 0::2] - weight * groups[:, 1::2]) * (1 - self.lambda_init)
+        return self._ungroup(output.to(value.dtype))
+
+    def matrix(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        """A₁ - λ A₂ of each differential head, before the norm.
+
+        ``(batch, heads, N, M)``: the matrix of a pair of heads stands at both of their places,
+        since both of their outputs are made with it.
+        """
+        self.require_bound(query)
+        matrix = self.base.matrix(
+            self._groups(query), self._groups(key), query_mask=query_mask, key_mask=key_mask
+        )
+        weight = self.difference_weight().to(matrix.dtype)
+        matrix = matrix[:, 0::2] - weight * matrix[:, 1::2]
+        return matrix if self.heads == 1 else matrix.repeat_interleave(2, dim=1)
+
+    def _groups(self, x: Tensor) -> Tensor:
+        """``(batch, groups, tokens, width)``: the heads, or the two halves of a single one."""
+        return torch.cat(x.chunk(2, dim=-1), dim=1) if self.heads == 1 else x
+
+    def _ungroup(self, x: Tensor) -> Tensor:
+        """``(batch, pairs, tokens, 2 · width)`` to ``(batch, heads, tokens, head_dim)``."""
+        if self.heads == 1:
+            return x
+        batch, pairs, tokens, _ = x.shape
+        return x.unflatten(-1, (2, -1)).transpose(2, 3).reshape(batch, 2 * pairs, tokens, -1)
+
+    def extra_repr(self) -> str:
+        return f"lambda_init={self.lambda_init:.3g}"

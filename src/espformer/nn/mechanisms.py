@@ -1,0 +1,261 @@
+"""Mechanisms: what turns queries, keys and values into the output of an attention layer.
+
+A mechanism is a module with two methods, ``forward(query, key, value)`` and ``matrix(query, key)``,
+and everything else in the library takes one and never asks which. Users write it without sizes,
+``ESP(sort_temperature=0.3)``; a layer calls :meth:`Mechanism.bind` with its own, which copies the
+description and makes the parameters, so one description serves many layers and shares nothing.
+
+Parameters that each adds to a layer with H heads of width D (L slices, D unless given):
+
+===================================== =====================================================
+mechanism                             parameters
+===================================== =====================================================
+``Softmax()``, ``Sinkhorn()``         0
+``ESP()``                             0
+``ESP(learn_temperature=True)``       H
+``ESP(slicer="frozen")``              0 (directions are a buffer of H·L·D numbers)
+``ESP(slicer="learnable")``           H·L·D
+``Differential(base)``                6·D and those of the base; 3·D when H = 1
+===================================== =====================================================
+"""
+
+import copy
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from espformer import functional
+
+__all__ = ["Mechanism", "Sinkhorn", "Softmax"]
+
+
+class Mechanism(nn.Module):
+    """What all mechanisms are.
+
+    Masks are boolean, ``(batch, tokens)``, True = takes part; a `key_mask` alone also masks the
+    queries when there are as many queries as keys. Rows of masked queries are zero.
+    """
+
+    heads: int | None = None
+    head_dim: int | None = None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Output of the attention.
+
+        Args:
+            query: ``(batch, heads, N, head_dim)``.
+            key: ``(batch, heads, M, head_dim)``.
+            value: ``(batch, heads, M, width)``; most layers have width = head_dim.
+            query_mask: boolean ``(batch, N)``, True = takes part.
+            key_mask: boolean ``(batch, M)``, True = takes part.
+
+        Returns:
+            ``(batch, heads, N, width)``.
+        """
+        raise NotImplementedError
+
+    def matrix(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The attention matrix, ``(batch, heads, N, M)``: to look at, never needed to compute."""
+        raise NotImplementedError
+
+    def bind(self, heads: int, head_dim: int, *, depth: int = 0) -> Self:
+        """A copy of this mechanism with parameters made for a layer of these sizes.
+
+        Args:
+            heads: number of heads.
+            head_dim: width of a head.
+            depth: index of the layer in its model, from 0.
+
+        Example:
+            >>> from espformer.nn import ESP
+            >>> spec = ESP(learn_temperature=True)
+            >>> first, second = spec.bind(6, 64), spec.bind(6, 64)
+            >>> first.log_sort_temperature is second.log_sort_temperature
+            False
+        """
+        if heads < 1 or head_dim < 1:
+            raise ValueError(
+                f"{type(self).__name__}.bind: heads and head_dim must be at least 1, "
+                f"got {heads} and {head_dim}"
+            )
+        bound = copy.deepcopy(self)
+        bound.heads, bound.head_dim = heads, head_dim
+        bound.build(heads, head_dim, depth)
+        return bound
+
+    def build(self, heads: int, head_dim: int, depth: int) -> None:
+        """Make the parameters for these sizes; called by :meth:`bind` on the copy."""
+
+    def extra_parameters(self, heads: int, head_dim: int) -> int:
+        """How many parameters this mechanism adds to a layer of these sizes.
+
+        Example:
+            >>> from espformer.nn import ESP, Softmax
+            >>> Softmax().extra_parameters(6, 64), ESP(slicer="learnable").extra_parameters(6, 64)
+            (0, 24576)
+        """
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            bound = self.bind(heads, head_dim)
+        return sum(parameter.numel() for parameter in bound.parameters())
+
+    def require_bound(self, query: Tensor) -> None:
+        """Raise unless this mechanism was bound to the sizes of `query`."""
+        name = type(self).__name__
+        if self.heads is None:
+            raise RuntimeError(
+                f"{name}: this one has parameters whose sizes are not known yet; give it to "
+                "espformer.nn.Attention, or call .bind(heads, head_dim) and use what it returns"
+            )
+        if query.shape[-3] != self.heads or query.shape[-1] != self.head_dim:
+            raise ValueError(
+                f"{name}: bound to {self.heads} heads of width {self.head_dim}, got a query of "
+                f"shape {tuple(query.shape)}, which has {query.shape[-3]} of {query.shape[-1]}"
+            )
+
+
+class Softmax(Mechanism):
+    r"""Softmax attention, :math:`\mathrm{softmax}(Q K^\top \cdot \text{scale}) V`.
+
+    Args:
+        scale: factor on the scores; ``head_dim ** -0.5`` unless given.
+        dropout: probability of dropping an entry of the matrix, in training.
+
+    Example:
+        >>> import torch
+        >>> x = torch.randn(2, 4, 5, 8)
+        >>> Softmax()(x, x, x).shape
+        torch.Size([2, 4, 5, 8])
+    """
+
+    def __init__(self, *, scale: float | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        if not 0 <= dropout < 1:
+            raise ValueError(f"Softmax: dropout must be in [0, 1), got {dropout}")
+        self.scale = scale
+        self.dropout = dropout
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        return functional.softmax_attention(
+            query,
+            key,
+            value,
+            scale=self.scale,
+            dropout=self.dropout if self.training else 0.0,
+            query_mask=query_mask,
+            key_mask=key_mask,
+        )
+
+    def matrix(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The matrix before dropout."""
+        return functional.softmax_plan(
+            query, key, scale=self.scale, query_mask=query_mask, key_mask=key_mask
+        )
+
+    def extra_repr(self) -> str:
+        return f"dropout={self.dropout}" if self.dropout else ""
+
+
+class Sinkhorn(Mechanism):
+    """Doubly-stochastic attention by Sinkhorn's algorithm, as in Sinkformers.
+
+    Args:
+        iterations: number of updates, rows first; 0 and 1 are softmax attention, see
+            :func:`espformer.sinkhorn_attention`.
+        epsilon: entropic regularisation.
+        scale: factor on the scores; ``head_dim ** -0.5`` unless given.
+
+    Example:
+        >>> import torch
+        >>> x = torch.randn(2, 4, 5, 8)
+        >>> Sinkhorn(iterations=20).matrix(x, x).sum(-2).allclose(torch.ones(2, 4, 5))
+        True
+
+    References:
+        Sander, Ablin, Blondel, Peyré, Sinkformers: Transformers with doubly stochastic attention,
+        AISTATS 2022.
+    """
+
+    def __init__(
+        self, iterations: int = 3, epsilon: float = 1.0, *, scale: float | None = None
+    ) -> None:
+        super().__init__()
+        if iterations < 0:
+            raise ValueError(f"Sinkhorn: iterations must be >= 0, got {iterations}")
+        if not epsilon > 0:
+            raise ValueError(f"Sinkhorn: epsilon must be > 0, got {epsilon}")
+        self.iterations = iterations
+        self.epsilon = epsilon
+        self.scale = scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        return functional.sinkhorn_attention(
+            query,
+            key,
+            value,
+            iterations=self.iterations,
+            epsilon=self.epsilon,
+            scale=self.scale,
+            query_mask=query_mask,
+            key_mask=key_mask,
+        )
+
+    def matrix(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The matrix: rows sum to one, columns to N/M, in the limit of many iterations."""
+        return functional.sinkhorn_plan(
+            query,
+            key,
+            iterations=self.iterations,
+            epsilon=self.epsilon,
+            scale=self.scale,
+            query_mask=query_mask,
+            key_mask=key_mask,
+        )
+
+    def extra_repr(self) -> str:
+        return f"iterations={self.iterations}, epsilon={self.epsilon}"

@@ -1,0 +1,180 @@
+r"""Slicers: the directions :math:`\Theta \in \mathbb{R}^{L \times m}` along which ESP sorts.
+
+A slicer takes nothing and returns the directions, unit rows of shape ``(slices, head_dim)`` shared
+by the heads or ``(heads, slices, head_dim)``, or None for the axes themselves.
+
+========= ============================== =================================================
+slicer    directions                     parameters
+========= ============================== =================================================
+axis      :math:`\Theta = I`, L = m      none, and no projection to compute (the default)
+frozen    random on the sphere, fixed    none
+learnable trained                        ``slices * head_dim``, times heads if each has own
+========= ============================== =================================================
+
+Queries and keys are themselves linear images of the tokens, so what a slicer of head_dim
+directions can learn, the projections before it can too; a small number of slices is where learning
+them pays (Shahbazi et al. 2025, "On the choice of slicer").
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["AxisSlicer", "FrozenSlicer", "LearnableSlicer", "Slicer", "make_slicer"]
+
+
+class Slicer(nn.Module):
+    """What all slicers are: a module that returns its directions."""
+
+    def forward(self) -> Tensor | None:
+        """Directions, ``(slices, head_dim)`` or ``(heads, slices, head_dim)``; None = the axes."""
+        raise NotImplementedError
+
+
+class AxisSlicer(Slicer):
+    """Axis-aligned slices: each coordinate of the head is a slice, nothing is projected.
+
+    Example:
+        >>> AxisSlicer()() is None
+        True
+    """
+
+    def forward(self) -> None:
+        return None
+
+
+class FrozenSlicer(Slicer):
+    """Directions drawn once, uniformly on the sphere, and never trained.
+
+    They are a buffer, so they are saved with the model; the seed makes two models alike before
+    that, whatever else has drawn random numbers.
+
+    Args:
+        slices: number of directions L.
+        head_dim: width m of a head.
+        heads: give each head its own directions; None shares them.
+        seed: seed of the draw.
+
+    Example:
+        >>> directions = FrozenSlicer(16, head_dim=8, heads=4)()
+        >>> directions.shape
+        torch.Size([4, 16, 8])
+        >>> directions.norm(dim=-1).allclose(torch.ones(4, 16))
+        True
+    """
+
+    directions: Tensor
+
+    def __init__(self, slices: int, head_dim: int, heads: int | None = None, seed: int = 0) -> None:
+        super().__init__()
+        self.seed = seed
+        shape = _shape("FrozenSlicer", slices, head_dim, heads)
+        self.register_buffer("directions", torch.empty(shape))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the directions of this seed, for instance on a model that was built without data."""
+        # On the CPU and in one dtype, so that every device gets the same numbers.
+        generator = torch.Generator("cpu").manual_seed(self.seed)
+        directions = torch.randn(
+            self.directions.shape, generator=generator, device="cpu", dtype=torch.float64
+        )
+        self.directions.copy_(F.normalize(directions, dim=-1))
+
+    def forward(self) -> Tensor:
+        return self.directions
+
+    def extra_repr(self) -> str:
+        return f"{_describe(self.directions)}, seed={self.seed}"
+
+
+class LearnableSlicer(Slicer):
+    """Directions that are trained.
+
+    The parameter is free; the directions in use are its rows divided by their norms, so they have
+    unit norm whatever the optimiser, weight decay or an averaged model made of the parameter.
+
+    Args:
+        slices: number of directions L.
+        head_dim: width m of a head.
+        heads: give each head its own directions; None shares them.
+
+    Example:
+        >>> slicer = LearnableSlicer(4, head_dim=8)
+        >>> _ = slicer.directions.data.mul_(3.0)
+        >>> slicer().norm(dim=-1).allclose(torch.ones(4))
+        True
+    """
+
+    def __init__(self, slices: int, head_dim: int, heads: int | None = None) -> None:
+        super().__init__()
+        self.directions = nn.Parameter(
+            torch.empty(_shape("LearnableSlicer", slices, head_dim, heads))
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the directions again, uniformly on the sphere."""
+        with torch.no_grad():
+            self.directions.normal_()
+            self.directions.copy_(F.normalize(self.directions, dim=-1))
+
+    def forward(self) -> Tensor:
+        # In 16 bits the norm itself would be off by a percent.
+        directions = self.directions
+        wide = torch.promote_types(directions.dtype, torch.float32)
+        return F.normalize(directions.to(wide), dim=-1).to(directions.dtype)
+
+    def extra_repr(self) -> str:
+        return _describe(self.directions)
+
+
+def make_slicer(
+    kind: Literal["axis", "frozen", "learnable"] | str,
+    head_dim: int,
+    *,
+    slices: int | None = None,
+    heads: int | None = None,
+    seed: int = 0,
+) -> Slicer:
+    """A slicer from its name.
+
+    Args:
+        kind: "axis", "frozen" or "learnable".
+        head_dim: width m of a head.
+        slices: number of directions L; head_dim unless given. Axis-aligned slices are always
+            head_dim many.
+        heads: give each head its own directions; None shares them.
+        seed: seed of frozen directions.
+
+    Example:
+        >>> make_slicer("learnable", 8, slices=3)
+        LearnableSlicer(slices=3, head_dim=8)
+    """
+    if kind == "axis":
+        if slices not in (None, head_dim):
+            raise ValueError(
+                f"make_slicer: axis-aligned slices are the {head_dim} coordinates of a head, got "
+                f'slices={slices} (to choose their number take "frozen" or "learnable")'
+            )
+        return AxisSlicer()
+    number = head_dim if slices is None else slices
+    if kind == "frozen":
+        return FrozenSlicer(number, head_dim, heads, seed)
+    if kind == "learnable":
+        return LearnableSlicer(number, head_dim, heads)
+    raise ValueError(f'make_slicer: expected "axis", "frozen" or "learnable", got {kind!r}')
+
+
+def _shape(name: str, slices: int, head_dim: int, heads: int | None) -> tuple[int, ...]:
+    for argument, size in (("slices", slices), ("head_dim", head_dim), ("heads", heads)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name}: {argument} must be at least 1, got {size}")
+    return (slices, head_dim) if heads is None else (heads, slices, head_dim)
+
+
+def _describe(directions: Tensor) -> str:
+    names = ("heads", "slices", "head_dim")[-directions.ndim :]
+    return ", ".join(f"{name}={size}" for name, size in zip(names, directions.shape, strict=True))

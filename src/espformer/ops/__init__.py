@@ -1,0 +1,1 @@
+"""Tensor-level operators: they know tensors, and nothing above them."""

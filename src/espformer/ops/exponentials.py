@@ -1,0 +1,148 @@
+"""The kernels of soft sorting as short sums of exponentials: tables, and how they are made.
+
+SoftSort compares sorted numbers through ``k(x)`` with ``x = |s_n - s_j| / width``:
+
+- ``metric="absolute"``: ``k(x) = exp(-x)`` and ``width = t``;
+- ``metric="squared"``: ``k(x) = exp(-x²)`` and ``width = sqrt(t)``.
+
+Both are written here as ``k(x) = Re Σ_r weight_r · exp(-pole_r · x)`` for ``x ≥ 0``. An exponential
+is multiplicative, ``exp(-p(x + y)) = exp(-p x) exp(-p y)``, so what every rank to the left of a
+point contributes can be carried along the sorted numbers in a few states: that is what makes the
+operator linear in the number of tokens (see :mod:`espformer.ops.sorted_kernel`). The absolute
+metric is one real pole with weight one, and exact. The Gaussian needs a few complex ones; each pair of
+conjugate poles is stored once, with its weight doubled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+METRICS = ("absolute", "squared")
+
+
+@dataclass(frozen=True)
+class ExponentialSum:
+    """``k(x) ≈ Re Σ_r weights[r] · exp(-poles[r] · x)`` for ``x ≥ 0``, within ``error``."""
+
+    metric: str
+    weights: tuple[complex, ...]
+    poles: tuple[complex, ...]
+    error: float
+
+    def exact(self, x: Tensor) -> Tensor:
+        """The kernel itself, ``k(x)``, for ``x ≥ 0``."""
+        return torch.exp(-x) if self.metric == "absolute" else torch.exp(-x * x)
+
+    def exact_slope(self, x: Tensor) -> Tensor:
+        """Its derivative ``k'(x)``, for ``x ≥ 0``."""
+        return -torch.exp(-x) if self.metric == "absolute" else -2 * x * torch.exp(-x * x)
+
+    def approximate(self, x: Tensor) -> Tensor:
+        """The sum of exponentials, in float64: what the states between chunks amount to."""
+        poles = torch.tensor(self.poles, dtype=torch.complex128)
+        weights = torch.tensor(self.weights, dtype=torch.complex128)
+        return (weights * torch.exp(-poles * x.double().unsqueeze(-1))).sum(-1).real
+
+
+def fit_gaussian(pairs: int, *, reach: float = 7.0, samples: int = 401) -> ExponentialSum:
+    """Fits ``exp(-x²) ≈ Re Σ w exp(-p x)`` with ``pairs`` pairs of conjugate poles.
+
+    A sum of r exponentials sampled on a uniform grid has a Hankel matrix of rank r whose column
+    space is invariant under a shift by one sample, and the shift acts on it with eigenvalues
+    ``exp(-p · step)``. The Hankel matrix of the Gaussian has singular values that fall by two
+    orders for every pair, so its leading left singular vectors give the poles (the matrix-pencil
+    or ESPRIT method) and least squares the weights. The largest error found on a fine grid is
+    returned with the table: 4.0e-6, 3.9e-8, 7.0e-12 for 3, 4, 6 pairs.
+
+    Reference: Beylkin & Monzón, *On approximation of functions by exponential sums*, 2005.
+    """
+    grid = torch.linspace(0, reach, samples, dtype=torch.float64)
+    values = torch.exp(-(grid**2))
+    hankel = values.unfold(0, (samples + 1) // 2, 1)
+    space = torch.linalg.svd(hankel).U[:, : 2 * pairs]
+    shift = torch.linalg.lstsq(space[:-1], space[1:], driver="gelsd").solution
+    poles = -torch.log(torch.linalg.eigvals(shift)) / grid[1]
+    poles = poles[poles.imag > 0]
+    poles = poles[poles.imag.argsort()]
+    waves = torch.exp(-poles * grid.unsqueeze(-1))
+    # Re(w · wave) is linear in (Re w, Im w) with the columns (Re wave, -Im wave).
+    columns = torch.cat([waves.real, -waves.imag], -1)
+    solution = torch.linalg.lstsq(
+        columns, values.unsqueeze(-1), rcond=1e-15, driver="gelsd"
+    ).solution
+    weights = torch.complex(*solution[:, 0].chunk(2))
+    table = ExponentialSum("squared", tuple(weights.tolist()), tuple(poles.tolist()), error=0.0)
+    return replace(table, error=uniform_error(table))
+
+
+def uniform_error(table: ExponentialSum) -> float:
+    """The largest ``|k(x) - Re Σ w exp(-p x)|`` on a fine grid of ``0 ≤ x ≤ 40``."""
+    x = torch.cat([torch.linspace(0, 8, 16001), torch.linspace(8, 40, 4001)]).double()
+    return float((table.exact(x) - table.approximate(x)).abs().max())
+
+
+ABSOLUTE = ExponentialSum("absolute", weights=(1.0,), poles=(1.0,), error=0.0)
+
+# Made by fit_gaussian(pairs); a test fits them again and checks the errors.
+GAUSSIAN = {
+    3: ExponentialSum(
+        "squared",
+        weights=(
+            complex(3.066924143395176, 6.889475211240266),
+            complex(-2.2127930487274643, -0.7913661522545038),
+            complex(0.14586488349956284, -0.05002785969579859),
+        ),
+        poles=(
+            complex(3.050392499516284, 0.7461659106619203),
+            complex(3.006883431946035, 2.289946194303433),
+            complex(2.9057525591206783, 4.047699603073095),
+        ),
+        error=4.02e-06,
+    ),
+    4: ExponentialSum(
+        "squared",
+        weights=(
+            complex(5.938478092710678, 13.71488857334639),
+            complex(-5.760974253157184, -2.182749192917857),
+            complex(0.8398507375501394, -0.3287375904087977),
+            complex(-0.017354615114855587, 0.022871073081676574),
+        ),
+        poles=(
+            complex(3.5290705697661826, 0.6527312523028613),
+            complex(3.501183455750997, 1.9835207544080935),
+            complex(3.4409535780901552, 3.4042832164591847),
+            complex(3.3337420795859347, 5.055647416689824),
+        ),
+        error=4.44e-08,
+    ),
+    6: ExponentialSum(
+        "squared",
+        weights=(
+            complex(23.513507974204416, 55.78142476009207),
+            complex(-30.730179059338663, -12.354609841641414),
+            complex(8.823330972171165, -3.5258898350920016),
+            complex(-0.599532191268711, 1.1412483076593576),
+            complex(-0.007437273275236578, -0.06573721989018466),
+            complex(0.0003095775043906457, 0.000648547370067476),
+        ),
+        poles=(
+            complex(4.322780828318228, 0.5390355307888077),
+            complex(4.307934396566775, 1.626471065347793),
+            complex(4.277230180703615, 2.7441157830761753),
+            complex(4.2282427106129585, 3.9207560793859777),
+            complex(4.155779762798766, 5.206842982651927),
+            complex(4.046271010941148, 6.728248357351023),
+        ),
+        error=7.92e-12,
+    ),
+}
+
+
+def exponential_sum(metric: str, dtype: torch.dtype) -> ExponentialSum:
+    """The table for a metric, with as many terms as the precision of ``dtype`` can use."""
+    if metric == "absolute":
+        return ABSOLUTE
+    return GAUSSIAN[6 if dtype == torch.float64 else 4]

@@ -1,0 +1,113 @@
+"""Padding masks: one rule for every attention of the library.
+
+A mask says which tokens take part: boolean, ``True`` = takes part. There are masks for the queries
+and for the keys, and none for (query, key) pairs: an attention matrix whose rows and columns all
+sum to one cannot also be lower triangular unless it is the identity, so causal and other pairwise
+masks have no meaning here.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["resolve_masks", "zero_padding"]
+
+
+def resolve_masks(
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Check the padding masks of an attention call and bring them to broadcastable shapes.
+
+    Each mask may have the shape ``(batch, tokens)``, one mask for all heads, or ``(batch, 1,
+    tokens)`` or ``(batch, heads, tokens)``; in general, for queries of shape ``(..., heads, N,
+    head_dim)``, the shapes ``(..., N)``, ``(..., 1, N)`` and ``(..., heads, N)``.
+
+    In self-attention one mask serves both sides: a ``key_mask`` alone also masks the queries when
+    there are as many queries as keys. To mask the keys only, pass a ``query_mask`` of ones.
+
+    Args:
+        name: the calling function, for the error messages.
+        query: queries, ``(batch, heads, N, head_dim)``.
+        key: keys, ``(batch, heads, M, head_dim)``.
+        query_mask: which queries take part, or None for all of them.
+        key_mask: which keys take part, or None for all of them.
+
+    Returns:
+        The two masks, broadcastable to ``query.shape[:-1]`` and ``key.shape[:-1]``, or None.
+
+    Raises:
+        ValueError: a mask that is not boolean, not of one of those shapes, or on another device.
+
+    Example:
+        >>> import torch
+        >>> x = torch.randn(2, 4, 3, 8)
+        >>> lengths = torch.tensor([3, 1])
+        >>> mask = torch.arange(3) < lengths[:, None]
+        >>> query_mask, key_mask = resolve_masks("example", x, x, None, mask)
+        >>> query_mask.shape, query_mask is key_mask
+        (torch.Size([2, 1, 3]), True)
+    """
+    if query_mask is not None:
+        query_mask = _resolve(name, "query_mask", query_mask, query, key)
+    if key_mask is not None:
+        key_mask = _resolve(name, "key_mask", key_mask, key, query)
+        if query_mask is None and query.shape[-2] == key.shape[-2]:
+            query_mask = key_mask
+    return query_mask, key_mask
+
+
+def zero_padding(tokens: Tensor, mask: Tensor | None) -> Tensor:
+    """Replace the tokens that take no part by zeros, whatever they hold, NaN included.
+
+    A weight of zero is not enough: ``0 * NaN`` is NaN, forwards and backwards.
+
+    Args:
+        tokens: ``(batch, heads, tokens, width)``.
+        mask: broadcastable to ``tokens.shape[:-1]``, as :func:`resolve_masks` returns it.
+
+    Example:
+        >>> import torch
+        >>> zero_padding(torch.tensor([[1.0], [torch.nan]]), torch.tensor([True, False]))
+        tensor([[1.],
+                [0.]])
+    """
+    return tokens if mask is None else tokens.masked_fill(~mask.unsqueeze(-1), 0)
+
+
+def _resolve(name: str, argument: str, mask: Tensor, tokens: Tensor, others: Tensor) -> Tensor:
+    """One mask over `tokens`, brought to a shape broadcastable to ``tokens.shape[:-1]``."""
+    full = tokens.shape[:-1]
+    per_sequence = tokens.shape[:-3] + full[-1:]
+    # What this function returns, so that a resolved mask can be resolved again.
+    resolved = (*tokens.shape[:-3], 1, full[-1]) if tokens.ndim >= 3 else full
+
+    if mask.shape not in (per_sequence, full, resolved):
+        accepted = " or ".join(str(tuple(shape)) for shape in dict.fromkeys((per_sequence, full)))
+        pair = (tokens.shape[-2], others.shape[-2])
+        pair = pair if argument == "query_mask" else pair[::-1]
+        if mask.ndim >= 2 and mask.shape[-2:] == pair:
+            raise ValueError(
+                f"{name}: {argument} of shape {tuple(mask.shape)} masks (query, key) pairs, but "
+                "only padding can be masked: a causal matrix that is doubly stochastic is the "
+                "identity. Say which tokens take part with key_mask (and query_mask), boolean, "
+                f"of shape {accepted}"
+            )
+        raise ValueError(
+            f"{name}: {argument} must have shape {accepted} to mask tokens of shape "
+            f"{tuple(tokens.shape)}, got {tuple(mask.shape)}"
+        )
+    if mask.dtype != torch.bool:
+        raise ValueError(
+            f"{name}: {argument} must be boolean (True = takes part), got {mask.dtype}; additive "
+            "masks do not exist here, because only padding can be masked (for a mask of 0 and 1 "
+            f"pass {argument}.bool())"
+        )
+    if mask.device != tokens.device:
+        raise ValueError(
+            f"{name}: {argument} is on {mask.device} but the tokens it masks are on "
+            f"{tokens.device}; move it there with {argument}.to({str(tokens.device)!r})"
+        )
+    return mask.unsqueeze(-2) if mask.shape == per_sequence and tokens.ndim >= 3 else mask

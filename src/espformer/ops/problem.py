@@ -1,0 +1,64 @@
+"""What an ESP attention call asks for, checked and in one shape: the input of every backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+BALANCES = ("rows", "both")
+TIES = ("stable", "average")
+COUPLINGS = ("quantile", "interpolate", "identity")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything that decides the plan; ``batch`` stands for all leading dimensions with the heads.
+
+    Queries and keys have the caller's dtype and are not scaled yet, so that a kernel may sort
+    16-bit numbers as such; padded tokens hold zeros. Masks are True where a token takes part.
+    """
+
+    query: Tensor  # (batch, N, m)
+    key: Tensor  # (batch, M, m)
+    scale: float  # multiplies both
+    sort_temperature: Tensor  # t, (batch,) or (1,)
+    inverse_temperature: float = 0.1  # τ
+    slices: Tensor | None = None  # Θ, (batch or 1, L, m); None means the axes
+    metric: str = "absolute"
+    balance: str = "rows"
+    hard: bool = False
+    ties: str = "stable"
+    coupling: str = "quantile"
+    query_mask: Tensor | None = None  # (batch, N)
+    key_mask: Tensor | None = None  # (batch, M)
+    keep: Tensor | None = None  # (batch, L): slices that slice dropout left in
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in: float64 for float64 inputs, else float32."""
+        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+
+    def scaled(self) -> Problem:
+        """The same problem with queries and keys scaled, in the dtype that is computed in."""
+        query, key = self.query.to(self.dtype) * self.scale, self.key.to(self.dtype) * self.scale
+        return replace(self, query=query, key=key, scale=1.0)
+
+    def inverse_width(self) -> Tensor:
+        """One over the width of the sort kernel: ``1/t`` (absolute) or ``1/sqrt(t)`` (squared)."""
+        t = self.sort_temperature
+        return 1 / t if self.metric == "absolute" else t.rsqrt()
+
+    def projections(self) -> tuple[Tensor, Tensor]:
+        """Queries and keys on every slice: ``(batch, L, N)`` and ``(batch, L, M)``."""
+        if self.slices is None:
+            return self.query.mT, self.key.mT
+        return self.slices @ self.query.mT, self.slices @ self.key.mT
+
+    def slice_weights(self, costs: Tensor) -> Tensor:
+        """``σ = softmax(-τ D)`` over the slices that dropout kept."""
+        logits = -self.inverse_temperature * costs
+        if self.keep is not None:
+            logits = logits.masked_fill(~self.keep, -torch.inf)
+        return logits.softmax(-1)

@@ -1,0 +1,177 @@
+"""The package as a whole: what it exports, what it needs, and which way its imports point."""
+
+import ast
+import importlib.metadata
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "espformer"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+MAX_LINES = 450
+
+# From the bottom up. A component imports from the layers below its own; only those of the top
+# layer may also import each other, and the public names of `espformer` itself.
+LAYERS = (
+    {"_version"},
+    {"ops"},
+    {"functional"},
+    {"nn"},
+    {"models", "integrations"},
+    {"data", "training", "plots", "cli", "demo"},
+)
+HEIGHT = {component: height for height, layer in enumerate(LAYERS) for component in layer}
+TOP = len(LAYERS) - 1
+
+
+def component_of(module: str) -> str:
+    """`ops` for `espformer.ops.esp`, `functional` for `espformer.functional_baselines` too."""
+    name = module.split(".")[1] if "." in module else ""
+    return "functional" if name.startswith("functional_") else name
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def imported_modules(path: Path, source: str) -> Iterator[tuple[int, str]]:
+    """Yields (line, full dotted name) for each import, wherever in the file it stands."""
+    package = ("espformer", *path.relative_to(PACKAGE).parts[:-1])
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, *filter(None, [node.module])))
+            for alias in node.names:
+                yield node.lineno, f"{module}.{alias.name}"
+
+
+def wrong_way_imports(path: Path, source: str) -> list[str]:
+    importer = component_of(module_of(path))
+    if importer == "":
+        return []
+    if importer not in HEIGHT:
+        return [f"{path.name}: component '{importer}' has no layer, give it one in LAYERS"]
+    wrong = []
+    for line, name in imported_modules(path, source):
+        if name.partition(".")[0] != "espformer":
+            continue
+        imported = component_of(name)
+        # A name that is no component is a public name of `espformer/__init__.py`, above them all.
+        height = HEIGHT.get(imported, TOP)
+        inside = imported == importer
+        if not (inside or height < HEIGHT[importer] or HEIGHT[importer] == TOP):
+            wrong.append(f"{path.relative_to(PACKAGE)}:{line}: '{importer}' imports {name}")
+    return wrong
+
+
+def test_version_is_exported():
+    import espformer
+
+    assert espformer.__version__ == importlib.metadata.version("espformer")
+
+
+def test_public_names_exist():
+    import espformer
+
+    missing = [name for name in espformer.__all__ if not hasattr(espformer, name)]
+    assert not missing
+
+
+def test_core_needs_torch_alone():
+    """Imports the core in a process that sees the standard library, torch and what it requires."""
+    program = """
+        import importlib, importlib.metadata, pathlib, re, sys
+
+        def normal(distribution):
+            return re.sub(r"[-_.]+", "-", distribution).lower()
+
+        visible, pending = set(), ["torch"]
+        while pending:
+            name = normal(pending.pop())
+            if name in visible:
+                continue
+            visible.add(name)
+            try:
+                requirements = importlib.metadata.requires(name) or []
+            except importlib.metadata.PackageNotFoundError:
+                continue
+            for requirement in requirements:
+                if not re.search(r"\\bextra\\s*==", requirement):
+                    pending.append(re.match(r"[\\w.-]+", requirement).group())
+
+        blocked = {
+            module
+            for module, owners in importlib.metadata.packages_distributions().items()
+            if not visible & {normal(owner) for owner in owners}
+        } - {"espformer"}
+        # Without these the finder below would block nothing that matters.
+        assert "pytest" in blocked and "torch" not in blocked, blocked
+
+        class Blocker:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] in blocked:
+                    raise ModuleNotFoundError(f"{name} is not needed by the core", name=name)
+
+        sys.meta_path.insert(0, Blocker())
+
+        import espformer
+
+        root = pathlib.Path(espformer.__file__).parent
+        for pattern in ("ops/*.py", "functional*.py", "nn/**/*.py", "models/**/*.py"):
+            for path in sorted(root.glob(pattern)):
+                module = ".".join(path.relative_to(root.parent).with_suffix("").parts)
+                importlib.import_module(module.removesuffix(".__init__"))
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_downwards(path):
+    assert not wrong_way_imports(path, path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("file", "statement", "allowed"),
+    [
+        ("ops/esp.py", "from espformer.ops.coupling import quantile", True),
+        ("ops/esp.py", "from .coupling import quantile", True),
+        ("ops/triton/apply.py", "from ..esp import apply_plans", True),
+        ("ops/esp.py", "from .. import functional", False),
+        ("ops/esp.py", "def late():\n    import espformer.nn", False),
+        ("functional.py", "from .ops import esp", True),
+        ("functional.py", "from espformer.functional_baselines import softmax_attention", True),
+        ("functional_baselines.py", "from espformer.ops.masks import resolve_masks", True),
+        ("functional.py", "from . import nn", False),
+        ("nn/attention.py", "from espformer import functional", True),
+        ("nn/attention.py", "from espformer import esp_attention", False),
+        ("nn/attention.py", "import espformer", False),
+        ("models/vit.py", "from espformer.nn.attention import Attention", True),
+        ("models/vit.py", "from espformer.integrations import timm", False),
+        ("integrations/timm.py", "import timm", True),
+        ("training/module.py", "from espformer.plots import maps", True),
+        ("cli.py", "import espformer", True),
+        ("helpers.py", "import torch", False),
+    ],
+)
+def test_the_import_rule_itself(file, statement, allowed):
+    assert bool(wrong_way_imports(PACKAGE / file, statement)) is not allowed
+
+
+def test_source_files_are_short():
+    lengths = {
+        str(path.relative_to(PACKAGE)): len(path.read_text(encoding="utf-8").splitlines())
+        for path in SOURCES
+    }
+    assert lengths, f"no source file under {PACKAGE}"
+    assert not {name: lines for name, lines in lengths.items() if lines > MAX_LINES}
