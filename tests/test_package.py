@@ -29,9 +29,8 @@ TOP = len(LAYERS) - 1
 
 
 def component_of(module: str) -> str:
-    """`ops` for `espformer.ops.esp`, `functional` for `espformer.functional_baselines` too."""
-    name = module.split(".")[1] if "." in module else ""
-    return "functional" if name.startswith("functional_") else name
+    """`ops` for `espformer.ops.esp`, nothing for `espformer` itself."""
+    return module.split(".")[1] if "." in module else ""
 
 
 def module_of(path: Path) -> str:
@@ -149,10 +148,9 @@ def test_imports_point_downwards(path):
         ("ops/triton/apply.py", "from ..esp import apply_plans", True),
         ("ops/esp.py", "from .. import functional", False),
         ("ops/esp.py", "def late():\n    import espformer.nn", False),
-        ("functional.py", "from .ops import esp", True),
-        ("functional.py", "from espformer.functional_baselines import softmax_attention", True),
-        ("functional_baselines.py", "from espformer.ops.masks import resolve_masks", True),
-        ("functional.py", "from . import nn", False),
+        ("functional/esp.py", "from ..ops import esp", True),
+        ("functional/esp.py", "from espformer.functional.arguments import make_problem", True),
+        ("functional/esp.py", "from .. import nn", False),
         ("nn/attention.py", "from espformer import functional", True),
         ("nn/attention.py", "from espformer import esp_attention", False),
         ("nn/attention.py", "import espformer", False),

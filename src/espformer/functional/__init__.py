@@ -5,7 +5,7 @@ Shapes are those of :func:`torch.nn.functional.scaled_dot_product_attention`:
 """
 
 from espformer.functional.esp import BACKENDS, esp_attention, esp_plan
-from espformer.functional_baselines import (
+from espformer.functional.baselines import (
     sinkhorn_attention,
     sinkhorn_plan,
     softmax_attention,

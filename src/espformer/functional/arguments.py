@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ def make_problem(
     key_mask: Tensor | None,
     scale: float | None,
     slice_dropout: float,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
     **options: Any,
 ) -> tuple[Problem, torch.Size, Tensor]:
     """The checked problem, the leading shape, and per head NaN if it holds one, else zero."""
@@ -31,14 +34,15 @@ def make_problem(
     one_of(name, "balance", options["balance"], BALANCES)
     one_of(name, "ties", options["ties"], TIES)
     one_of(name, "coupling", options["coupling"], COUPLINGS)
-    if not options["inverse_temperature"] >= 0:
+    if not 0 <= options["inverse_temperature"] < math.inf:
         raise ValueError(
-            f"{name}: inverse_temperature must be >= 0, got {options['inverse_temperature']} "
-            "(0 weighs all slices alike)"
+            f"{name}: inverse_temperature must be >= 0 and finite, got "
+            f"{options['inverse_temperature']} (0 weighs all slices alike)"
         )
     if not 0 <= slice_dropout < 1:
         raise ValueError(f"{name}: slice_dropout must be in [0, 1), got {slice_dropout}")
     lead = _check_tokens(name, query, key, value)
+    key_mask = _padding_only(name, attn_mask, is_causal, key, key_mask)
     query_mask, key_mask = resolve_masks(name, query, key, query_mask, key_mask)
     same_mask = query_mask is key_mask
 
@@ -58,6 +62,8 @@ def make_problem(
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     temperature = _temperature(name, sort_temperature, q.device, dtype, lead)
     theta = _slices(name, slices, q.shape[-1], q.device, dtype, lead)
+    if theta is not None:
+        poison = poison + (theta.detach() * 0).sum((-2, -1))
     keep = None
     if slice_dropout:
         count = q.shape[-1] if theta is None else theta.shape[-2]
@@ -104,6 +110,11 @@ def _check_tokens(name: str, query: Tensor, key: Tensor, value: Tensor | None) -
         raise ValueError(
             f"{name}: query and key must have the same head_dim, got query "
             f"{tuple(query.shape)} and key {tuple(key.shape)}"
+        )
+    if value is not None and value.shape[-2] != key.shape[-2]:
+        raise ValueError(
+            f"{name}: key and value must have as many tokens, got key {tuple(key.shape)} and "
+            f"value {tuple(value.shape)}"
         )
     try:
         return torch.broadcast_shapes(*(x.shape[:-2] for x in tensors.values()))
@@ -156,7 +167,7 @@ def _slices(
         ) from None
 
 
-def padding_only(
+def _padding_only(
     name: str, attn_mask: Tensor | None, is_causal: bool, key: Tensor, key_mask: Tensor | None
 ) -> Tensor | None:
     reason = (

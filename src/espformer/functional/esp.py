@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from espformer.functional.arguments import make_problem, one_of, padding_only
+from espformer.functional.arguments import make_problem, one_of
 from espformer.ops import esp, reference
 from espformer.ops.masks import zero_padding
 from espformer.ops.problem import Problem
 
-BACKENDS = ("auto", "dense", "linear")
+BACKENDS = ("auto", "dense", "linear", "triton")
 
 
 def esp_attention(
@@ -105,17 +107,12 @@ def esp_attention(
         [3] Prillo & Eisenschlos, *SoftSort*, ICML 2020.
     """
     name = "esp_attention"
-    if value.shape[-2] != key.shape[-2]:
-        raise ValueError(
-            f"{name}: key and value must have as many tokens, got key {tuple(key.shape)} and "
-            f"value {tuple(value.shape)}"
-        )
-    key_mask = padding_only(name, attn_mask, is_causal, key, key_mask)
     problem, lead, poison = make_problem(
         name, query, key, value,
         sort_temperature=sort_temperature, inverse_temperature=inverse_temperature, metric=metric,
         balance=balance, hard=hard, ties=ties, coupling=coupling, slices=slices,
         query_mask=query_mask, key_mask=key_mask, scale=scale, slice_dropout=slice_dropout,
+        attn_mask=attn_mask, is_causal=is_causal,
     )  # fmt: skip
     with torch.autocast(query.device.type, enabled=False):
         flat = value.expand(*lead, *value.shape[-2:]).reshape(-1, *value.shape[-2:])
@@ -185,7 +182,7 @@ def _run(
             f"{name}: straight_through must be True, False or the share of the hard output in "
             f"[0, 1], got {straight_through}"
         )
-    module = reference if backend == "dense" else esp
+    module = _backend(backend, problem.query.device)
     out = compute(module, problem)
     if problem.hard or share == 0:
         return out
@@ -194,6 +191,21 @@ def _run(
         mixed = hard if share == 1 else torch.lerp(out, hard, share)
     result: Tensor = _StraightThrough.apply(out, mixed)
     return result
+
+
+def _backend(backend: str, device: torch.device) -> ModuleType:
+    if backend == "dense":
+        return reference
+    if backend == "linear" or (backend == "auto" and device.type != "cuda"):
+        return esp
+    try:
+        return import_module("espformer.ops.triton")
+    except ImportError as error:
+        if backend == "auto":
+            return esp
+        raise ImportError(
+            'backend="triton" needs triton >= 3.6 (pip install triton); backend="linear" does not'
+        ) from error
 
 
 class _StraightThrough(torch.autograd.Function):

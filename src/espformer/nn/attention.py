@@ -115,6 +115,11 @@ class Attention(nn.Module):
                 # Without it, a context as long as x would lend its mask to the queries.
                 mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
             masks = {"query_mask": mask, "key_mask": context_mask}
+        elif context_mask is not None:
+            raise ValueError(
+                "Attention: got a context_mask, but this is self-attention (mask tokens of x with "
+                "mask, or build the layer with cross=True)"
+            )
         else:
             masks = {"query_mask": mask, "key_mask": mask}
         output = self.mechanism(query, key, value, **masks)

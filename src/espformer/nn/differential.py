@@ -70,25 +70,27 @@ class Differential(Mechanism):
         self.lambda_schedule = lambda_init
         self.lambda_init = 0.8 if isinstance(lambda_init, str) else float(lambda_init)
 
-    def build(self, heads: int, head_dim: int, depth: int) -> None:
+    def build(self, heads: int, head_dim: int, value_dim: int, depth: int) -> None:
         if heads > 1 and heads % 2:
             raise ValueError(
                 f"Differential: heads work in pairs, got {heads} of them (take an even number; "
                 "with a single head its channels are halved instead)"
             )
-        if heads == 1 and head_dim % 2:
+        if heads == 1 and (head_dim % 2 or value_dim % 2):
             raise ValueError(
-                f"Differential: a single head is halved, so its width must be even, got {head_dim}"
+                f"Differential: a single head is halved, so its widths must be even, got "
+                f"{head_dim} and values of {value_dim}"
             )
         if self.lambda_schedule == "depth":
             self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
         groups, width = (heads, head_dim) if heads > 1 else (2, head_dim // 2)
-        self.base = self.base.bind(groups, width, depth=depth)
+        joined = 2 * value_dim if heads > 1 else value_dim
+        self.base = self.base.bind(groups, width, value_dim=joined, depth=depth)
         self.lambda_q1 = nn.Parameter(torch.empty(width))
         self.lambda_k1 = nn.Parameter(torch.empty(width))
         self.lambda_q2 = nn.Parameter(torch.empty(width))
         self.lambda_k2 = nn.Parameter(torch.empty(width))
-        self.norm = nn.RMSNorm(2 * width, eps=1e-5)
+        self.norm = nn.RMSNorm(joined, eps=1e-5)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -120,6 +122,8 @@ class Differential(Mechanism):
         # (batch, pairs, tokens, 2 · width): the two values of a pair side by side, for both groups.
         value = torch.cat([value[:, 0::2], value[:, 1::2]], dim=-1).repeat_interleave(2, dim=1)
         groups = self.base(query, key, value, query_mask=query_mask, key_mask=key_mask)
+        # Under autocast the difference of two similar outputs would lose most of its 8 bits.
+        groups = groups.to(self.norm.weight.dtype)
         weight = self.difference_weight().to(groups.dtype)
         output = self.norm(groups[:, 0::2] - weight * groups[:, 1::2]) * (1 - self.lambda_init)
         return self._ungroup(output.to(value.dtype))

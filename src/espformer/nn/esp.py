@@ -46,7 +46,7 @@ class ESP(Mechanism):
             than the rest, and no weight decay, which would pull t towards one.
         scale: factor on queries and keys; ``head_dim ** -0.5`` unless given.
         slice_dropout: probability of dropping a slice, in training.
-        backend: "auto", "dense", "linear" or "triton".
+        backend: which implementation computes it, see :func:`espformer.esp_attention`.
 
     Example:
         >>> import torch
@@ -167,7 +167,7 @@ class ESP(Mechanism):
             raise ValueError(f"ESP: straight_through must be a share in [0, 1], got {share}")
         self._straight_through = float(share)
 
-    def build(self, heads: int, head_dim: int, depth: int) -> None:
+    def build(self, heads: int, head_dim: int, value_dim: int, depth: int) -> None:
         if self.learn_temperature:
             self.log_sort_temperature = nn.Parameter(torch.empty(heads))
             self.reset_parameters()

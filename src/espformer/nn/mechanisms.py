@@ -74,12 +74,15 @@ class Mechanism(nn.Module):
         """The attention matrix, ``(batch, heads, N, M)``: to look at, never needed to compute."""
         raise NotImplementedError
 
-    def bind(self, heads: int, head_dim: int, *, depth: int = 0) -> Self:
+    def bind(
+        self, heads: int, head_dim: int, *, value_dim: int | None = None, depth: int = 0
+    ) -> Self:
         """A copy of this mechanism with parameters made for a layer of these sizes.
 
         Args:
             heads: number of heads.
             head_dim: width of a head.
+            value_dim: width of a head's values; head_dim unless given.
             depth: index of the layer in its model, from 0.
 
         Example:
@@ -96,10 +99,10 @@ class Mechanism(nn.Module):
             )
         bound = copy.deepcopy(self)
         bound.heads, bound.head_dim = heads, head_dim
-        bound.build(heads, head_dim, depth)
+        bound.build(heads, head_dim, head_dim if value_dim is None else value_dim, depth)
         return bound
 
-    def build(self, heads: int, head_dim: int, depth: int) -> None:
+    def build(self, heads: int, head_dim: int, value_dim: int, depth: int) -> None:
         """Make the parameters for these sizes; called by :meth:`bind` on the copy."""
 
     def extra_parameters(self, heads: int, head_dim: int) -> int:

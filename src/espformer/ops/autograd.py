@@ -13,12 +13,12 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 class _Refusal(torch.autograd.Function):
-    """Passes gradients through and raises when somebody differentiates them again."""
+    """Passes on the first `count` tensors and raises when somebody differentiates them."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.name = name
-        return tuple(None if g is None else g.view_as(g) for g in grads)
+        return tuple(x.view_as(x) for x in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:
@@ -36,12 +36,14 @@ def refuse_double_backward(name: str) -> Callable[[Backward], Backward]:
         def wrapped(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
             with torch.no_grad():
                 results = backward(ctx, *grads)
-            if not torch.is_grad_enabled():
+            # With create_graph=True the gradients look like constants: tie them to what they
+            # depend on, so that nobody takes a second derivative for zero.
+            causes = [x for x in (*ctx.saved_tensors, *grads) if x is not None and x.requires_grad]
+            if not (torch.is_grad_enabled() and causes):
                 return results
-            # With create_graph=True the gradients look differentiable: mark those that are not.
-            found = [r for r in results if r is not None]
-            marked = iter(_Refusal.apply(name, *(r.requires_grad_() for r in found)))
-            return tuple(None if r is None else next(marked) for r in results)
+            found = [x for x in results if x is not None]
+            marked = iter(_Refusal.apply(name, len(found), *found, *causes))
+            return tuple(None if x is None else next(marked) for x in results)
 
         return wrapped
 

@@ -110,9 +110,8 @@ def to_tokens(y: Tensor, ranking: Ranking) -> Tensor:
 class SoftMixing:
     """S of a soft sort, ``diag(out) κ diag(in)``: row-stochastic, or doubly stochastic."""
 
-    def __init__(self, ranking: Ranking, problem: Problem, inverse_width: Tensor) -> None:
-        table = exponential_sum(problem.metric, ranking.values.dtype)
-        self.kernel = SortedKernel(ranking.values, inverse_width.view(-1, 1, 1), table)
+    def __init__(self, kernel: Callable[[Tensor], Tensor], ranking: Ranking, balance: str) -> None:
+        self.kernel = kernel
         present = torch.ones_like(ranking.values)
         absent = None
         if ranking.valid is not None:
@@ -121,7 +120,7 @@ class SoftMixing:
         present = present.unsqueeze(-1)
         row_sums = self._filled(self.kernel(present), absent)
         self.scale_in: Tensor | None = None
-        if problem.balance == "rows":
+        if balance == "rows":
             self.scale_out = present / row_sums  # padded ranks neither give nor take
             return
         x = row_sums.rsqrt() * present
@@ -169,7 +168,9 @@ class HardMixing:
 def _mixing(ranking: Ranking, problem: Problem, inverse_width: Tensor) -> SoftMixing | HardMixing:
     if problem.hard:
         return HardMixing(ranking, problem)
-    return SoftMixing(ranking, problem, inverse_width)
+    table = exponential_sum(problem.metric, ranking.values.dtype)
+    kernel = SortedKernel(ranking.values, inverse_width.view(-1, 1, 1), table)
+    return SoftMixing(kernel, ranking, problem.balance)
 
 
 def slice_costs(
@@ -185,8 +186,8 @@ def slice_costs(
         part: slice, q: Tensor, k: Tensor, q_values: Tensor, k_values: Tensor, w: Tensor
     ) -> Tensor:
         mine, theirs = queries.group(part, q_values), keys.group(part, k_values)
-        a = _mixing(mine, problem, w).sort(to_ranks(_moments(q - centre), mine))
-        b = _mixing(theirs, problem, w).sort(to_ranks(_moments(k - centre), theirs))
+        a = _mixing(mine, problem, w).sort(to_ranks(moments(q - centre), mine))
+        b = _mixing(theirs, problem, w).sort(to_ranks(moments(k - centre), theirs))
         if coupling is not None:
             b = coupling(b)
         total = (
@@ -201,7 +202,7 @@ def slice_costs(
     )
 
 
-def _moments(x: Tensor) -> Tensor:
+def moments(x: Tensor) -> Tensor:
     """Columns (x, ‖x‖², 1): all that ``Σ_ij ‖x_i - y_j‖² U[i, j]`` asks of either side."""
     return torch.cat([x, x.square().sum(-1, keepdim=True), torch.ones_like(x[..., :1])], -1)
 
@@ -240,12 +241,16 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
     queries = rank_tokens(q_projections, problem.query_mask)
     keys = rank_tokens(k_projections, problem.key_mask)
     coupling = None
-    if not _same_lengths(problem):
+    if not same_lengths(problem):
         coupling = couple(
             problem.coupling, queries.lengths, keys.lengths,
             queries.values.shape[-1], keys.values.shape[-1], value.dtype,
         )  # fmt: skip
     inverse_width = problem.inverse_width()
+    if problem.hard:  # no gradient reaches the numbers that are sorted
+        queries = queries._replace(values=queries.values.detach())
+        keys = keys._replace(values=keys.values.detach())
+        inverse_width = inverse_width.detach()
     if problem.inverse_temperature:
         costs = slice_costs(
             problem.query, problem.key, queries, keys, inverse_width, coupling, problem
@@ -263,7 +268,7 @@ def plan(problem: Problem) -> Tensor:
     return attend(problem, eye.expand(key.shape[0], -1, -1))
 
 
-def _same_lengths(problem: Problem) -> bool:
+def same_lengths(problem: Problem) -> bool:
     """Whether every sequence has as many queries as keys, decided without looking at the data."""
     return (
         problem.query.shape[-2] == problem.key.shape[-2] and problem.query_mask is problem.key_mask
@@ -276,7 +281,7 @@ def _by_slice_groups(
 ) -> Tensor:  # fmt: skip
     """``fn(group, *shared, *(t[:, group] for t in sliced), inverse_width)``, added or joined."""
     batch, slices = sliced[0].shape[:2]
-    size = max(1, GROUP_ELEMENTS // (batch * width))
+    size = max(1, GROUP_ELEMENTS // max(1, batch * width))
     groups = [slice(i, min(i + size, slices)) for i in range(0, slices, size)]
     if len(groups) == 1:
         return fn(groups[0], *shared, *sliced, inverse_width)

@@ -9,8 +9,8 @@ Both are written here as ``k(x) = Re Σ_r weight_r · exp(-pole_r · x)`` for ``
 is multiplicative, ``exp(-p(x + y)) = exp(-p x) exp(-p y)``, so what every rank to the left of a
 point contributes can be carried along the sorted numbers in a few states: that is what makes the
 operator linear in the number of tokens (see :mod:`espformer.ops.sorted_kernel`). The absolute
-metric is one real pole with weight one, and exact. The Gaussian needs a few complex ones; each pair of
-conjugate poles is stored once, with its weight doubled.
+metric is one real pole with weight one, and exact. The Gaussian needs a few complex ones; each
+pair of conjugate poles is stored once, with its weight doubled.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def fit_gaussian(pairs: int, *, reach: float = 7.0, samples: int = 401) -> Expon
     ``exp(-p · step)``. The Hankel matrix of the Gaussian has singular values that fall by two
     orders for every pair, so its leading left singular vectors give the poles (the matrix-pencil
     or ESPRIT method) and least squares the weights. The largest error found on a fine grid is
-    returned with the table: 4.0e-6, 3.9e-8, 7.0e-12 for 3, 4, 6 pairs.
+    returned with the table: 4.0e-6, 4.4e-8, 7.9e-12 for 3, 4, 6 pairs. (The slope of the sum is
+    within 4.5e-4, 8.2e-6, 2.1e-9: the worst place is x = 0, where that of the Gaussian vanishes.)
 
     Reference: Beylkin & Monzón, *On approximation of functions by exponential sums*, 2005.
     """

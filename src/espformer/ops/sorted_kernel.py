@@ -19,11 +19,15 @@ The gradient is the same operator. With upstream P, κ symmetric and κ' odd,
 
     dX = κ P,     ds_n = P_n · (κ'X)_n + X_n · (κ'P)_n,     width · d/d width = -Σ_n s_n ds_n,
 
-where κ' has the same poles with weights ``-w_r p_r``.
+where κ' has the same poles with weights ``-w_r p_r``. Two things need care. ``exp(-|x|)`` has a
+kink at zero: equal numbers shall not push each other apart by the order they happen to stand in,
+so κ' is zero there. And ``Σ_n s_n ds_n`` cancels when the width is small beside the spread: it is
+added up from pairs, ``(s_n - s_j)`` times the force between them.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,6 +37,86 @@ from espformer.ops.autograd import refuse_double_backward
 from espformer.ops.exponentials import ExponentialSum
 
 CHUNK = 32
+
+Sides = tuple[Tensor, Tensor]  # what comes from the left, what comes from the right
+
+
+class Waves:
+    """What chunks hand on to each other: decays ``exp(-p x)`` to and from their borders.
+
+    A chunk receives from the left what stood at the end of the one before it, and from the right
+    what stood at the start of the one after it; the outermost receive zeros.
+    """
+
+    def __init__(self, numbers: Tensor, scale: Tensor, poles: Tensor) -> None:
+        first, last = numbers[..., :1], numbers[..., -1:]
+        before = torch.cat([first[..., :1, :], last[..., :-1, :]], -2)
+        after = torch.cat([first[..., 1:, :], last[..., -1:, :]], -2)
+        self.poles, self.scale = poles, scale
+        self.starts, self.ends = first, last
+        self.to_end, self.from_end = (last - numbers) * scale, (numbers - before) * scale
+        self.across, self.step = (after - before) * scale, (last - before) * scale
+        self.into_left = self._decay(self.to_end)
+        self.into_right = self._decay((numbers - first) * scale)
+        self.from_left = self._decay(self.from_end)
+        self.from_right = self._decay((after - numbers) * scale)
+
+    def _decay(self, distance: Tensor) -> Tensor:
+        """``exp(-p x)``: (...) to (..., poles)."""
+        return torch.exp(-self.poles * distance.unsqueeze(-1))
+
+    def states(self, x: Tensor) -> Sides:
+        """H of a split operand: two of (batch, slices, chunks, poles, width), maybe complex."""
+        left = self._scan(_inflow(self.into_left, x), self.ends)
+        right = self._scan(_inflow(self.into_right, x).flip(-3), self.starts.flip(-2)).flip(-3)
+        none = torch.zeros_like(left[..., :1, :, :])
+        return torch.cat([none, left[..., :-1, :, :]], -3), torch.cat(
+            [right[..., 1:, :, :], none], -3
+        )
+
+    def _scan(self, states: Tensor, positions: Tensor) -> Tensor:
+        """Adds to every state what earlier ones hand on, by doubling: log2(chunks) steps."""
+        shift = 1
+        while shift < positions.shape[-2]:
+            gap = (positions[..., shift:, :] - positions[..., :-shift, :]).abs_() * self.scale
+            earlier = states[..., :-shift, :, :] * self._decay(gap).mT
+            states[..., shift:, :, :] += earlier
+            shift *= 2
+        return states
+
+    def read(self, states: Sides, weights: Tensor) -> Sides:
+        """``Re Σ_r w_r exp(-p_r x_n) H_r``: two of (batch, slices, chunks, chunk, width)."""
+        return (
+            _readout(self.from_left * weights) @ _rows(states[0]),
+            _readout(self.from_right * weights) @ _rows(states[1]),
+        )
+
+    def pull(self, p: Tensor, states: Sides, weights: Tensor) -> Sides:
+        """``P_n`` times the same, and negative from the right: (batch, slices, chunks, chunk)."""
+        return (
+            (_readout(self.from_left * weights) * (p @ _rows(states[0]).mT)).sum(-1),
+            (_readout(self.from_right * -weights) * (p @ _rows(states[1]).mT)).sum(-1),
+        )
+
+    def flow(self, left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
+        """What passes over each chunk: ``Re Σ_r w_r exp(-p_r x) H_r · H_r``, x from end to end."""
+        meeting = (left * right).sum(-1, keepdim=True).mT
+        return (weights * self._decay(self.across) * meeting).sum(-1).real
+
+
+def _inflow(waves: Tensor, x: Tensor) -> Tensor:
+    if not waves.is_complex():
+        return waves.mT @ x
+    return torch.complex(waves.real.mT @ x, waves.imag.mT @ x)
+
+
+def _rows(states: Tensor) -> Tensor:
+    return torch.cat([states.real, states.imag], -2) if states.is_complex() else states
+
+
+def _readout(weighted: Tensor) -> Tensor:
+    """The real matrix that takes the real part of a product with states, given as rows."""
+    return torch.cat([weighted.real, -weighted.imag], -1) if weighted.is_complex() else weighted
 
 
 class SortedKernel:
@@ -64,65 +148,37 @@ class SortedKernel:
             values = torch.cat(
                 [values, values[..., -1:].expand(*values.shape[:-1], self.padding)], -1
             )
-        s = values.unflatten(-1, (-1, self.chunk))  # (batch, slices, chunks, chunk)
-        scale = inverse_width.unsqueeze(-1)
-        self.distance = (s.unsqueeze(-1) - s.unsqueeze(-2)).abs_().mul_(scale.unsqueeze(-1))
-        self.block = self.table.exact(self.distance)
-        self.chunks = s.shape[-2]
-        if self.chunks == 1:
-            return
-        dtype = torch.promote_types(values.dtype, torch.complex64)
-        poles = torch.tensor(self.table.poles, dtype=torch.complex128, device=values.device)
-        self.real = not any(complex(p).imag for p in self.table.poles)
-        self.poles = poles.real.to(values.dtype) if self.real else poles.to(dtype)
-        weights = torch.tensor(self.table.weights, dtype=torch.complex128, device=values.device)
-        self.weights = weights.real.to(values.dtype) if self.real else weights.to(dtype)
-        first, last = s[..., :1], s[..., -1:]
-        # Left states flow rightwards, measured at the ends of chunks; right ones mirror them.
-        self.into_left = self._decay((last - s)[..., :-1, :] * scale)
-        self.into_right = self._decay((s - first)[..., 1:, :] * scale)
-        self.from_left = self._decay((s[..., 1:, :] - last[..., :-1, :]) * scale)
-        self.from_right = self._decay((first[..., 1:, :] - s[..., :-1, :]) * scale)
-        self.ends = last[..., :-1, 0]
-        self.starts = first[..., 1:, 0]
+        self.numbers = values.unflatten(-1, (-1, self.chunk))  # (batch, slices, chunks, chunk)
+        self.chunks = self.numbers.shape[-2]
+        self.scale = inverse_width.unsqueeze(-1)
+        self.block = self.table.exact(self._differences().abs_())
+        if self.chunks > 1:
+            self.weights, poles = self._numbers(self.table.weights), self._numbers(self.table.poles)
+            self.slopes = -self.weights * poles
+            self.waves = Waves(self.numbers, self.scale, poles)
 
-    def _decay(self, distance: Tensor) -> Tensor:
-        """``exp(-p x)``: (..., chunk) to (..., chunk, poles)."""
-        return torch.exp(-self.poles * distance.unsqueeze(-1))
+    def _numbers(self, numbers: tuple[complex, ...]) -> Tensor:
+        real = not any(complex(x).imag for x in self.table.poles)
+        dtype = self.numbers.dtype if real else self.numbers.dtype.to_complex()
+        return torch.tensor(numbers, dtype=dtype, device=self.numbers.device)
 
-    def _scan(self, states: Tensor, positions: Tensor) -> Tensor:
-        """Adds to every state what earlier ones hand on, by doubling: log2(chunks) steps."""
-        scale, shift = self.inverse_width.detach(), 1
-        while shift < positions.shape[-1]:
-            gap = (positions[..., shift:] - positions[..., :-shift]).abs_() * scale
-            earlier = states[..., :-shift, :, :] * self._decay(gap).unsqueeze(-1)
-            states[..., shift:, :, :] += earlier
-            shift *= 2
-        return states
+    def _differences(self) -> Tensor:
+        """``(s_j - s_n) · inverse_width`` inside every chunk."""
+        s = self.numbers
+        return (s.unsqueeze(-2) - s.unsqueeze(-1)).mul_(self.scale.unsqueeze(-1))
 
-    def states(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Left states at chunks 0 … c-2 (for chunks 1 …) and right states at chunks 1 … (for 0 …).
+    @cached_property
+    def block_slope(self) -> Tensor:
+        """The derivative of the block in ``s_n``, for scaled numbers."""
+        x = self._differences()
+        x = x.sign_() if self.table.metric == "absolute" else x.mul_(2)
+        return x.mul_(self.block)
 
-        Complex states are returned as real rows: (batch, slices, chunks - 1, rows, width).
-        """
-        left = self._inflow(self.into_left, x[..., :-1, :, :])
-        right = self._inflow(self.into_right, x[..., 1:, :, :])
-        left = self._scan(left, self.ends)
-        right = self._scan(right.flip(-3), self.starts.flip(-1)).flip(-3)
-        return self._rows(left), self._rows(right)
-
-    def _inflow(self, waves: Tensor, x: Tensor) -> Tensor:
-        if self.real:
-            return waves.mT @ x
-        return torch.complex(waves.real.mT @ x, waves.imag.mT @ x)
-
-    def _rows(self, states: Tensor) -> Tensor:
-        return states if self.real else torch.cat([states.real, states.imag], -2)
-
-    def readout(self, waves: Tensor, weights: Tensor) -> Tensor:
-        """``Re Σ w exp(-p x) H`` as a real matrix that multiplies the rows of the states."""
-        weighted = waves * weights
-        return weighted if self.real else torch.cat([weighted.real, -weighted.imag], -1)
+    @cached_property
+    def ties(self) -> Waves:
+        """Waves that die at once: they carry what stands at exactly the same number."""
+        fastest = torch.finfo(self.numbers.dtype).max
+        return Waves(self.numbers, self.scale, self.numbers.new_tensor([fastest]))
 
     def split(self, x: Tensor) -> Tensor:
         """(batch, slices, ranks, width) to (batch, slices, chunks, chunk, width), zero padded."""
@@ -133,34 +189,52 @@ class SortedKernel:
     def join(self, y: Tensor) -> Tensor:
         return y.flatten(-3, -2)[..., : self.values.shape[-1], :]
 
-    def multiply(self, x: Tensor, states: tuple[Tensor, Tensor] | None) -> Tensor:
+    def states(self, x: Tensor) -> Sides | None:
+        """What a split operand sends from chunk to chunk; None if there is one chunk."""
+        return self.waves.states(x) if self.chunks > 1 else None
+
+    def multiply(self, x: Tensor, states: Sides | None) -> Tensor:
         """``κ x`` for a split operand and its states."""
         y = self.block @ x
         if states is not None:
-            y[..., 1:, :, :] += self.readout(self.from_left, self.weights) @ states[0]
-            y[..., :-1, :, :] += self.readout(self.from_right, self.weights) @ states[1]
+            for part in self.waves.read(states, self.weights):
+                y += part
         return y
 
-    def slope(
-        self, x: Tensor, p: Tensor, x_states: tuple[Tensor, Tensor] | None,
-        p_states: tuple[Tensor, Tensor] | None,
-    ) -> Tensor:  # fmt: skip
-        """``P_n · (κ'X)_n + X_n · (κ'P)_n``: (batch, slices, chunks, chunk)."""
-        products = p @ x.mT
-        products = products + products.mT
-        if self.table.metric == "squared":
-            products *= self.distance * 2
-        # k' is -block (absolute) or -2 x block (squared); κ' is odd: rows right of the column lose.
-        products *= self.block
-        sign = torch.ones(self.chunk, self.chunk, dtype=x.dtype, device=x.device)
-        ds = (products * (sign.triu(1) - sign.tril(-1))).sum(-1)
-        if x_states is not None and p_states is not None:
-            left = self.readout(self.from_left, -self.weights * self.poles)
-            right = self.readout(self.from_right, self.weights * self.poles)
-            for rows, states in ((p, x_states), (x, p_states)):
-                ds[..., 1:, :] += (left * (rows[..., 1:, :, :] @ states[0].mT)).sum(-1)
-                ds[..., :-1, :] += (right * (rows[..., :-1, :, :] @ states[1].mT)).sum(-1)
+    def slope(self, x: Tensor, p: Tensor, x_states: Sides | None, p_states: Sides | None) -> Tensor:
+        """``ds_n = P_n · (κ'X)_n + X_n · (κ'P)_n``: (batch, slices, chunks, chunk)."""
+        force = (p @ x.mT).mul_(self.block_slope)
+        ds = force.sum(-1) - force.sum(-2)
+        if x_states is None or p_states is None:
+            return ds
+        pulls = [self.waves.pull(p, x_states, self.slopes)]
+        pulls += [self.waves.pull(x, p_states, self.slopes)]
+        if self.table.metric == "absolute":  # k'(0) is zero, not -1
+            one = torch.ones_like(self.slopes)
+            pulls += [self.ties.pull(p, self.ties.states(x), one)]
+            pulls += [self.ties.pull(x, self.ties.states(p), one)]
+        for left, right in pulls:
+            ds += left + right
         return ds
+
+    def stretch(
+        self, x: Tensor, p: Tensor, x_states: Sides | None, p_states: Sides | None
+    ) -> Tensor:
+        """``Σ_n s_n ds_n`` for scaled numbers, (batch, slices, 1): pair by pair.
+
+        The way between two numbers leads to the end of a chunk, over whole chunks, and on.
+        """
+        force = (p @ x.mT).mul_(self.block_slope)
+        total = -force.mul_(self._differences()).sum((-3, -2, -1))
+        if x_states is not None and p_states is not None:
+            waves, slopes = self.waves, self.slopes
+            for rows, states in ((p, x_states), (x, p_states)):
+                left, right = waves.pull(rows, states, slopes)
+                total += (left * waves.from_end - right * waves.to_end).sum((-2, -1))
+            flow = waves.flow(x_states[0], p_states[1], slopes)
+            flow += waves.flow(p_states[0], x_states[1], slopes)
+            total += (flow * waves.step).sum((-2, -1))
+        return total.unsqueeze(-1)
 
 
 class _Product(torch.autograd.Function):
@@ -171,8 +245,8 @@ class _Product(torch.autograd.Function):
         ctx: Any, kernel: SortedKernel, values: Tensor, inverse_width: Tensor, x: Tensor
     ) -> Tensor:
         parts = kernel.split(x)
-        states = kernel.states(parts) if kernel.chunks > 1 else None
-        ctx.kernel, ctx.has_states = kernel, states is not None
+        states = kernel.states(parts)
+        ctx.kernel = kernel
         ctx.save_for_backward(values, inverse_width, x, *(states or ()))
         return kernel.join(kernel.multiply(parts, states))
 
@@ -182,13 +256,14 @@ class _Product(torch.autograd.Function):
         kernel: SortedKernel = ctx.kernel
         values, inverse_width, x, *states = ctx.saved_tensors
         p = kernel.split(grads[0])
-        p_states = kernel.states(p) if kernel.chunks > 1 else None
-        dx = kernel.join(kernel.multiply(p, p_states)) if ctx.needs_input_grad[3] else None
-        if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
-            return None, None, None, dx
-        x_states = (states[0], states[1]) if ctx.has_states else None
-        slope = kernel.slope(kernel.split(x), p, x_states, p_states).flatten(-2)
-        slope = slope[..., : values.shape[-1]]  # per unit of scaled distance
-        centred = values - values.mean(-1, keepdim=True)
-        d_inverse_width = (slope * centred).sum(-1, keepdim=True).sum_to_size(inverse_width.shape)
-        return None, slope * inverse_width, d_inverse_width, dx
+        p_states = kernel.states(p)
+        pair = (kernel.split(x), p, (states[0], states[1]) if states else None, p_states)
+        d_values = d_inverse_width = dx = None
+        if ctx.needs_input_grad[1]:
+            d_values = kernel.slope(*pair).flatten(-2)[..., : values.shape[-1]] * inverse_width
+        if ctx.needs_input_grad[2]:
+            stretch = kernel.stretch(*pair) / inverse_width
+            d_inverse_width = stretch.sum_to_size(inverse_width.shape)
+        if ctx.needs_input_grad[3]:
+            dx = kernel.join(kernel.multiply(p, p_states))
+        return None, d_values, d_inverse_width, dx

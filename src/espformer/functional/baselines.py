@@ -54,7 +54,7 @@ def softmax_attention(
     pairs = None
     present = None if query_mask is None else query_mask.unsqueeze(-1)
     if key_mask is not None:
-        # A softmax over nothing is NaN in some kernels and zero in others: let a query without
+        # No kernel promises what a softmax over nothing is, nor its gradient: let a query without
         # keys see them all, and throw its row away.
         has_keys = key_mask.any(-1, keepdim=True)
         pairs = (key_mask | ~has_keys).unsqueeze(-2)

@@ -1,0 +1,141 @@
+"""Fused GPU kernels for ESP attention; :mod:`espformer.ops.esp` is the same in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from espformer.ops import esp
+from espformer.ops.coupling import Coupling, couple
+from espformer.ops.problem import Problem
+from espformer.ops.triton import operators
+from espformer.ops.triton.ranking import MOST_TOKENS, rank_halves
+
+
+def attend(problem: Problem, value: Tensor) -> Tensor:
+    """``N · G V``: (batch, N, d) in the dtype of `value`."""
+    matched = esp.same_lengths(problem)
+    if problem.dtype == torch.float64 or (
+        problem.hard and (not matched or problem.ties != "stable")
+    ):
+        return esp.attend(problem, value)
+    queries = _rank(problem, problem.query, problem.query_mask, 0)
+    keys = _rank(problem, problem.key, problem.key_mask, 1)
+    out = (_hard if problem.hard else _soft)(problem, value, queries, keys)
+    return (
+        out if problem.query_mask is None else out.masked_fill(~problem.query_mask.unsqueeze(-1), 0)
+    )
+
+
+def plan(problem: Problem) -> Tensor:
+    """``N · G``, (batch, N, M): the same operator applied to the identity, in blocks of columns."""
+    key = problem.key
+    eye = torch.eye(key.shape[-2], dtype=problem.dtype, device=key.device)
+    blocks = (block.expand(key.shape[0], -1, -1) for block in eye.split(64, -1))
+    return torch.cat([attend(problem, block) for block in blocks], -1)
+
+
+def _rank(problem: Problem, tokens: Tensor, mask: Tensor | None, side: int) -> esp.Ranking:
+    """Sorted projections with the order in int32; `ranks` is not needed and left empty."""
+    halves = tokens.dtype in (torch.bfloat16, torch.float16) and problem.scale > 0
+    if problem.slices is None and halves and tokens.shape[-2] <= MOST_TOKENS:
+        values, order = rank_halves(tokens, mask, problem.scale)
+        lengths = order.new_full((order.shape[0],), order.shape[-1])
+        valid = None
+        if mask is not None:
+            lengths = mask.sum(-1)
+            positions = torch.arange(order.shape[-1], device=order.device)
+            valid = (positions < lengths.unsqueeze(-1)).unsqueeze(1)
+        return esp.Ranking(values, order, order, valid, lengths)
+    ranking = esp.rank_tokens(problem.scaled().projections()[side].contiguous(), mask)
+    return ranking._replace(order=ranking.order.int(), values=ranking.values.contiguous())
+
+
+def _centred(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Scaled queries and keys moved together to the middle of the keys, in the caller's dtype."""
+    scaled = problem.scaled()
+    centre = scaled.key.detach().mean(-2, keepdim=True).nan_to_num()
+    pair = []
+    for x, mask in ((scaled.query, problem.query_mask), (scaled.key, problem.key_mask)):
+        x = x - centre
+        x = x if mask is None else x.masked_fill(~mask.unsqueeze(-1), 0)
+        pair.append(x.to(problem.query.dtype))
+    return pair[0], pair[1]
+
+
+def _hard(problem: Problem, value: Tensor, queries: esp.Ranking, keys: esp.Ranking) -> Tensor:
+    q_order, k_order = queries.order.long(), keys.order.long()
+    match = torch.empty_like(keys.order).scatter_(-1, q_order, keys.order)
+    back = torch.empty_like(keys.order).scatter_(-1, k_order, queries.order)
+    costs = torch.zeros_like(queries.values[..., 0])
+    if problem.inverse_temperature:
+        q, k = _centred(problem)
+        norms = q.float().square().sum((-2, -1)) + k.float().square().sum((-2, -1))
+        cross = operators.cross_matching(q, k, match, back)
+        costs = (norms.unsqueeze(-1) - 2 * cross) / queries.lengths.clamp(min=1).unsqueeze(-1)
+    return operators.apply_matching(value, problem.slice_weights(costs), match, back)
+
+
+def _soft(problem: Problem, value: Tensor, queries: esp.Ranking, keys: esp.Ranking) -> Tensor:
+    width = problem.inverse_width().expand(value.shape[0]).contiguous()
+    coupling = None
+    if not esp.same_lengths(problem):
+        coupling = couple(
+            problem.coupling, queries.lengths, keys.lengths, queries.values.shape[-1],
+            keys.values.shape[-1], torch.float32,
+        )  # fmt: skip
+    mine, theirs = (_mixing(problem, side, width) for side in (queries, keys))
+    pairs: tuple[Tensor | None, ...] = (None, None, None)
+    if coupling is not None:
+        pairs = (coupling.rows, coupling.columns, coupling.weights)
+    sides = (queries.values, keys.values, queries.order, keys.order, width)
+    first, final = _column(theirs.scale_in), _column(mine.scale_in)
+    query_scale, key_scale = mine.scale_out.squeeze(-1), theirs.scale_out.squeeze(-1)
+    costs = torch.zeros_like(queries.values[..., 0])
+    if problem.inverse_temperature:
+        q, k = _centred(problem)
+        cross = operators.cross_plans(
+            q, k, *sides, query_scale, key_scale, first, final, *pairs, problem.metric
+        )
+        norms = _norms(q, queries, mine, theirs, keys, coupling) + _norms(
+            k, keys, theirs, mine, queries, _reversed(coupling, keys)
+        )
+        costs = (norms - 2 * cross) / queries.lengths.clamp(min=1).unsqueeze(-1)
+    weights = problem.slice_weights(costs)
+    return operators.apply_plans(
+        value, *sides, query_scale * weights.unsqueeze(-1), key_scale, first, final, *pairs,
+        problem.metric,
+    )  # fmt: skip
+
+
+def _mixing(problem: Problem, side: esp.Ranking, width: Tensor) -> esp.SoftMixing:
+    def kernel(x: Tensor) -> Tensor:
+        column: Tensor = operators.sorted_column(x.squeeze(-1), side.values, width, problem.metric)
+        return column.unsqueeze(-1)
+
+    return esp.SoftMixing(kernel, side, problem.balance)
+
+
+def _column(scale: Tensor | None) -> Tensor | None:
+    return None if scale is None else scale.squeeze(-1)
+
+
+def _reversed(coupling: Coupling | None, keys: esp.Ranking) -> Coupling | None:
+    if coupling is None:
+        return None
+    return Coupling(coupling.columns, coupling.rows, coupling.weights, keys.values.shape[-1])
+
+
+def _norms(
+    x: Tensor, side: esp.Ranking, mine: esp.SoftMixing, theirs: esp.SoftMixing,
+    other: esp.Ranking, coupling: Coupling | None,
+) -> Tensor:  # fmt: skip
+    """``Σ_i ‖x_i‖² (Sᵀ T S' 1)_i`` for every slice: what the squared norms cost, (batch, L)."""
+    ones = torch.ones_like(other.values).unsqueeze(-1)
+    ones = ones if other.valid is None else ones * other.valid.unsqueeze(-1)
+    # Row sums are one exactly unless they were balanced in finitely many steps.
+    met = ones if theirs.scale_in is None else theirs.sort(ones)
+    met = met if coupling is None else coupling(met)
+    mass = mine.unsort(met).squeeze(-1)
+    squares = x.float().square().sum(-1).unsqueeze(1).expand(-1, side.order.shape[1], -1)
+    return (mass * squares.gather(-1, side.order.long())).sum(-1)

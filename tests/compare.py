@@ -1,0 +1,99 @@
+"""Inputs for the tests of the operator, and comparisons of its outputs and gradients."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from espformer import esp_attention
+
+METRICS, BALANCES = ("absolute", "squared"), ("rows", "both")
+COUPLINGS = ("quantile", "interpolate", "identity")
+
+# Linear against dense in float64: absolute for outputs, relative for gradients. The squared metric
+# is a sum of exponentials, good to 1e-11, and its slope to 2e-9.
+OUTPUT_TOLERANCE = {"absolute": 1e-10, "squared": 1e-7}
+GRADIENT_TOLERANCE = {"absolute": 1e-8, "squared": 1e-6}
+
+
+def tokens(
+    *lead: int, n: int, m: int | None = None, head_dim: int = 4, width: int = 3
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Random queries ``(*lead, n, head_dim)``, keys and values ``(*lead, m, width)`` in float64."""
+    m = n if m is None else m
+    query = torch.randn(*lead, n, head_dim, dtype=torch.float64)
+    key = torch.randn(*lead, m, head_dim, dtype=torch.float64)
+    return query, key, torch.randn(*lead, m, width, dtype=torch.float64)
+
+
+def some(*shape: int, share: float = 0.7) -> Tensor:
+    """A random mask over tokens at any position; every sequence keeps one token at least."""
+    mask = torch.rand(shape) < share
+    mask[..., 0] |= ~mask.any(-1)
+    return mask
+
+
+def differentiate(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> dict[str, Tensor]:
+    """The output of ``esp_attention`` and, by name, its gradients for a fixed upstream gradient.
+
+    Gradients are those of query, key and value, and of slices and sort_temperature if they are
+    tensors; no gradient counts as zero.
+    """
+    inputs = {"query": query, "key": key, "value": value}
+    for name in ("slices", "sort_temperature"):
+        if isinstance(options.get(name), Tensor):
+            inputs[name] = options.pop(name)
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
+    output = esp_attention(**leaves, **options)
+    upstream = torch.sin(torch.arange(output.numel()) + 1.0).view_as(output).to(output.dtype)
+    grads = torch.autograd.grad(output, list(leaves.values()), upstream, allow_unused=True)
+    results = {"output": output.detach()}
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        results[name] = torch.zeros_like(leaf) if grad is None else grad
+    return results
+
+
+def assert_agree(
+    actual: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    *,
+    output: float,
+    gradients: float,
+    floor: float = 1e-3,
+) -> None:
+    """Outputs within ``output``; gradients within ``gradients`` times their largest entry.
+
+    A gradient that is zero by construction (a sort that is all but hard, one token) has no scale
+    of its own: ``floor`` is the smallest that is used.
+    """
+    assert actual.keys() == expected.keys()
+    for name, number in actual.items():
+        reference = expected[name].double()
+        assert number.shape == reference.shape, name
+        if not number.numel():
+            continue
+        scale = float(reference.abs().max()) if name != "output" else 1.0
+        bound = output if name == "output" else gradients * max(scale, floor)
+        error = float((number.double() - reference).abs().max())
+        assert error <= bound, (
+            f"{name}: off by {error:.2e}, allowed {bound:.2e} (scale {scale:.2e})"
+        )
+
+
+def assert_linear_is_dense(
+    query: Tensor, key: Tensor, value: Tensor, *, slack: float = 1.0, **options: Any
+) -> None:
+    """The linear-time backend against Algorithm 1 as printed, outputs and all gradients."""
+    metric = options.get("metric", "absolute")
+    # Forces between tokens are of the order 1/width: their rounding is, and where tokens tie, so
+    # is a slope that is off by 2e-9 (squared). Times tokens they add up to the slices' gradients.
+    t = float(torch.as_tensor(options.get("sort_temperature", 0.1)).min())
+    floor = 1e-3 + (1e-6 / t if metric == "absolute" else 1e-2 / t**0.5)
+    floor *= max(1.0, float(query.abs().max()), float(key.abs().max()))
+    assert_agree(
+        differentiate(query, key, value, backend="linear", **options),
+        differentiate(query, key, value, backend="dense", **options),
+        output=slack * OUTPUT_TOLERANCE[metric],
+        gradients=slack * GRADIENT_TOLERANCE[metric],
+        floor=floor,
+    )

@@ -1,0 +1,90 @@
+"""NaN and infinity in one head of one sequence stay there, and are seen there."""
+
+import pytest
+import torch
+
+from espformer import esp_attention, esp_plan
+from tests.compare import differentiate, some, tokens
+
+VARIANTS = {
+    "rows": {},
+    "both": {"balance": "both"},
+    "squared": {"metric": "squared"},
+    "hard": {"hard": True},
+    "average": {"hard": True, "ties": "average"},
+    "straight-through": {"straight_through": True},
+}
+BACKENDS = ("linear", "dense")
+NUMBERS = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
+
+
+@pytest.fixture(params=VARIANTS.values(), ids=VARIANTS)
+def options(request):
+    return {"inverse_temperature": 0.7, **request.param}
+
+
+@pytest.fixture(params=NUMBERS.values(), ids=NUMBERS)
+def number(request):
+    return request.param
+
+
+def others(x: torch.Tensor) -> torch.Tensor:
+    """All heads of (3, 2, ...) but the hit one, [1, 0]."""
+    return torch.cat([x[0], x[1, 1:], x[2]])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("side", ["query", "key"])
+def test_in_queries_and_keys(options, number, backend, masked, side):
+    """A sort has a place for NaN: the whole head must show it, hard sorting included."""
+    query, key, value = tokens(3, 2, n=37)
+    options = {"backend": backend, "key_mask": some(3, 37) if masked else None, **options}
+    if masked:
+        options["key_mask"][1, 5] = True
+    clean = differentiate(query, key, value, **options)
+    {"query": query, "key": key}[side][1, 0, 5, 2] = number
+    hit = differentiate(query, key, value, **options)
+    seen = hit["output"][1, 0]
+    assert seen.isnan().all()
+    for name, expected in clean.items():
+        torch.testing.assert_close(others(hit[name]), others(expected), msg=name)
+    plan = esp_plan(query, key, **options)
+    assert plan[1, 0].isnan().all()
+    assert others(plan).isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_in_values(options, number, backend, masked):
+    query, key, value = tokens(3, 2, n=37)
+    options = {"backend": backend, "key_mask": some(3, 37) if masked else None, **options}
+    if masked:
+        options["key_mask"][1, 5] = True
+    clean = differentiate(query, key, value, **options)
+    value[1, 0, 5, 2] = number
+    hit = differentiate(query, key, value, **options)
+    assert not hit["output"][1, 0, :, 2].isfinite().all()
+    # Columns of the values do not mix.
+    torch.testing.assert_close(hit["output"][1, 0, :, :2], clean["output"][1, 0, :, :2])
+    for name, expected in clean.items():
+        torch.testing.assert_close(others(hit[name]), others(expected), msg=name)
+
+
+def test_in_a_temperature_or_slices_of_one_head(options):
+    query, key, value = tokens(2, 3, n=20)
+    slices = torch.randn(3, 5, 4, dtype=torch.float64)
+    clean = esp_attention(query, key, value, slices=slices, **options)
+    slices[1, 2, 3] = torch.nan
+    hit = esp_attention(query, key, value, slices=slices, **options)
+    assert hit[:, 1].isnan().all()
+    torch.testing.assert_close(hit[:, [0, 2]], clean[:, [0, 2]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_large_finite_numbers_are_not_nan(dtype):
+    """The check for NaN multiplies by zero; it must not overflow on the way."""
+    query, key, value = (x.to(dtype) for x in tokens(2, n=40))
+    query[0, 0], key[0, 0] = 6e4, -6e4
+    assert esp_attention(query, key, value, inverse_temperature=1e-6).isfinite().all()
+    assert esp_attention(query, key, value, hard=True, inverse_temperature=0.0).isfinite().all()

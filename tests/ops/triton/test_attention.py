@@ -1,0 +1,105 @@
+"""``backend="triton"`` against the dense reference in float64: values and every gradient."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import espformer
+from espformer.ops.triton import launch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter is slow: without a GPU, chunks of four ranks make several from few tokens."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(launch, "CHUNK", 4)
+        monkeypatch.setattr(launch, "AHEAD", (2, 1))
+
+
+def gradients(
+    tensors: list[Tensor], upstream: Tensor, masks: dict[str, Tensor], **options: Any
+) -> list[Tensor]:
+    query, key, value, temperature = (x.detach().requires_grad_() for x in tensors)
+    out = espformer.esp_attention(
+        query, key, value, sort_temperature=temperature, **masks, **options
+    )
+    leaves = (query, key, value, temperature)
+    found = torch.autograd.grad(out, leaves, upstream.to(out), allow_unused=True)
+    found = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+    return [out.detach(), *found]
+
+
+def compare(
+    queries: int, keys: int, dtype: torch.dtype, tolerance: float, *, batch: int = 2,
+    heads: int = 1, width: int = 3, value_width: int = 4, t: float = 0.2,
+    masked: bool = False, **options: Any,
+) -> None:  # fmt: skip
+    def tokens(count: int, columns: int) -> Tensor:
+        return torch.randn(batch, heads, count, columns, device=DEVICE).to(dtype)
+
+    tensors = [tokens(queries, width), tokens(keys, width), tokens(keys, value_width)]
+    temperature = torch.full((heads,), t, device=DEVICE)
+    upstream = tokens(queries, value_width)
+    masks = {}
+    if masked:
+        lengths = torch.tensor([max(1, keys - 3)] + [keys] * (batch - 1), device=DEVICE)
+        masks["key_mask"] = torch.arange(keys, device=DEVICE) < lengths[:, None]
+        if queries != keys:
+            lengths = torch.tensor([queries] * (batch - 1) + [max(1, queries - 2)], device=DEVICE)
+            masks["query_mask"] = torch.arange(queries, device=DEVICE) < lengths[:, None]
+    got = gradients([*tensors, temperature], upstream, masks, backend="triton", **options)
+    exact = [x.double() for x in (*tensors, temperature)]
+    expected = gradients(exact, upstream, masks, backend="dense", **options)
+    assert got[0].dtype == dtype
+    names = ("out", "query", "key", "value", "temperature")
+    for name, a, b in zip(names, got, expected, strict=True):
+        error = (a.double() - b).norm() / b.norm().clamp(min=1e-2)
+        # All forces cancel in the temperature's gradient: it loses digits that the forces have.
+        bound = 10 * tolerance if name == "temperature" else tolerance
+        assert error <= bound, f"{name}: relative error {error:.1e}"
+
+
+OPTIONS = [
+    pytest.param({}, id="rows"),
+    pytest.param({"inverse_temperature": 0.0}, id="mean"),
+    pytest.param({"balance": "both"}, id="both", marks=pytest.mark.slow),
+    pytest.param({"metric": "squared", "inverse_temperature": 1.0}, id="squared"),
+    pytest.param({"hard": True, "inverse_temperature": 1.0}, id="hard"),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "padded"])
+def test_self_attention(options: dict[str, Any], masked: bool) -> None:
+    compare(11, 11, torch.float32, 2e-5, masked=masked, **options)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("coupling", ["quantile", pytest.param("identity", marks=pytest.mark.slow)])
+def test_cross_attention(coupling: str, masked: bool) -> None:
+    compare(6, 11, torch.float32, 2e-5, masked=masked, coupling=coupling, inverse_temperature=1.0)
+
+
+def test_one_token() -> None:
+    compare(1, 1, torch.float32, 2e-5)
+
+
+def test_deterministic() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        compare(11, 11, torch.float32, 2e-5)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_slices_are_worked_on_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    from espformer.ops.triton import operators
+
+    monkeypatch.setattr(operators, "SCRATCH_BYTES", 11 * 4 * 5)
+    compare(11, 11, torch.float32, 2e-5, inverse_temperature=1.0)
