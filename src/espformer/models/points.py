@@ -1,0 +1,118 @@
+"""Geometry of point clouds: sampling, neighbours and gathering, for whole batches.
+
+A cloud can have fewer points than are asked for, because it is small or padded. Then all of its
+points are returned, and a mask says which entries are points.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["farthest_points", "gather", "nearest_points"]
+
+
+@torch.no_grad()
+def farthest_points(
+    points: Tensor, samples: int, mask: Tensor | None = None, *, random_start: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Farthest point sampling: each point is the farthest from those taken before it.
+
+    The first is the farthest from the middle of its cloud, so the sample does not depend on the
+    order of the points. The beginning of a sample is a smaller sample: both of the cloud, and of
+    the points that were sampled.
+
+    Args:
+        points: ``(batch, points, 3)``.
+        samples: how many to take; all points when there are fewer.
+        mask: boolean ``(batch, points)``, True = takes part.
+        random_start: take the first one at random instead.
+
+    Returns:
+        Indices ``(batch, samples)``, no point twice, and which of them take part,
+        boolean ``(batch, samples)``, or None if all do.
+
+    Example:
+        >>> points = torch.tensor([[[0.0, 0, 0], [1, 0, 0], [1.1, 0, 0], [3, 0, 0]]])
+        >>> farthest_points(points, 3)
+        (tensor([[3, 0, 2]]), None)
+
+    References:
+        Eldar, Lindenbaum, Porat, Zeevi, The farthest point strategy for progressive image sampling,
+        IEEE Transactions on Image Processing 1997.
+    """
+    batch, count, _ = points.shape
+    samples = min(samples, count)
+    present = points.new_ones(batch, count, dtype=torch.bool) if mask is None else mask
+    points = points.masked_fill(~present.unsqueeze(-1), 0)
+    number = present.sum(-1)
+    if random_start:
+        # A cloud without points would have nothing to draw from.
+        weights = torch.where(number.unsqueeze(-1) > 0, present, True).to(torch.float32)
+        current = torch.multinomial(weights, 1)
+    else:
+        middle = points.sum(1, keepdim=True) / number.clamp(min=1).view(-1, 1, 1)
+        away = _distance(middle, points).squeeze(1).masked_fill(~present, -1)
+        current = away.argmax(-1, keepdim=True)
+
+    # Points still to take have a distance >= 0; below them are those taken, then the padding.
+    distance = torch.full_like(points[..., 0], torch.inf).masked_fill(~present, -2)
+    indices = torch.empty(batch, samples, dtype=torch.long, device=points.device)
+    # Few operations, since on a GPU each of these many small steps costs its launches.
+    for step in range(samples):
+        indices[:, step : step + 1] = current
+        distance = torch.minimum(distance, _distance(gather(points, current), points).squeeze(1))
+        current = distance.scatter_(1, current, -1).argmax(-1, keepdim=True)
+    if mask is None:
+        return indices, None
+    return indices, torch.arange(samples, device=points.device) < number.unsqueeze(-1)
+
+
+@torch.no_grad()
+def nearest_points(
+    centres: Tensor, points: Tensor, neighbours: int, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The nearest points of each centre, nearest first.
+
+    Args:
+        centres: ``(batch, centres, 3)``.
+        points: ``(batch, points, 3)``.
+        neighbours: how many; all points when there are fewer.
+        mask: boolean ``(batch, points)``, True = takes part.
+
+    Returns:
+        Indices ``(batch, centres, neighbours)``, and which of them take part, boolean of the same
+        shape, or None if all do.
+
+    Example:
+        >>> points = torch.tensor([[[0.0, 0, 0], [1, 0, 0], [3, 0, 0]]])
+        >>> nearest_points(points, points, 2)[0]
+        tensor([[[0, 1],
+                 [1, 0],
+                 [2, 1]]])
+    """
+    distance = _distance(centres, points)
+    if mask is not None:
+        distance = distance.masked_fill(~mask.unsqueeze(1), torch.inf)
+    nearest = distance.topk(min(neighbours, points.shape[1]), largest=False)
+    return nearest.indices, None if mask is None else nearest.values.isfinite()
+
+
+def gather(x: Tensor, indices: Tensor) -> Tensor:
+    """Rows of each cloud, ``(batch, ..., width)``.
+
+    Args:
+        x: ``(batch, points, width)``.
+        indices: ``(batch, ...)``.
+
+    Example:
+        >>> gather(torch.tensor([[[1.0], [2.0], [3.0]]]), torch.tensor([[[2, 0]]]))
+        tensor([[[[3.],
+                  [1.]]]])
+    """
+    flat = indices.flatten(1).unsqueeze(-1).expand(-1, -1, x.shape[-1])
+    return x.gather(1, flat).view(*indices.shape, x.shape[-1])
+
+
+def _distance(centres: Tensor, points: Tensor) -> Tensor:
+    """``(batch, centres, points)``, of ``(batch, centres, 3)`` and ``(batch, points, 3)``."""
+    # Not by a matrix product: its rounding would swap neighbours from one batch to the next.
+    return torch.cdist(centres, points, compute_mode="donot_use_mm_for_euclid_dist")
