@@ -1,0 +1,145 @@
+"""The command line teaches, does its work, and tells mistakes in plain words."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("lightning")
+
+from typer.testing import CliRunner
+
+from espformer import cli
+from espformer.training import recipe_names
+
+SMALL = [
+    "model.vit.patch_size=4", "model.vit.dim=8", "model.vit.head_dim=4", "model.vit.mlp_dim=8",
+    "trainer.epochs=1", "trainer.limit_batches=2", "trainer.accelerator=cpu",
+    "trainer.attention_statistics=false",
+]  # fmt: skip
+
+
+def call(*arguments: str) -> str:
+    result = CliRunner().invoke(cli.app, [str(a) for a in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture
+def mistake(monkeypatch, capsys):
+    """What is printed for a command that fails, as `main` prints it."""
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["espformer", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        assert stopped.value.code not in (0, None)
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err + captured.out
+        return captured.err + captured.out
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "command", ["train", "evaluate", "anneal", "harden", "reproduce", "recipes", "plot"]
+)
+def test_help_teaches_with_examples(command):
+    text = call(command, "--help")
+    assert f"espformer {command}" in text
+    assert "Example" in text
+
+
+def test_help_says_where_to_begin():
+    assert "espformer train digits" in call("--help")
+
+
+def test_the_life_of_a_model(tmp_path):
+    out = tmp_path / "runs"
+    text = call("train", "digits", "--output", out, *SMALL)
+    assert "espformer: accuracy test" in text
+    assert "samples/s" in text
+    run = out / "digits" / "default" / "espformer" / "seed-0"
+    assert str(run) in text.replace("\n", "")
+    assert "finished before" in call("train", "digits", "--output", out, *SMALL)
+    assert "test: " in call("evaluate", run, "--checkpoint", "best")
+    assert "start" in call("anneal", run, "--epochs", "1", "--factor", "0.5")
+    text = call("harden", run)
+    assert "soft: " in text
+    assert "hard: " in text
+    assert "test: " in call("evaluate", run, "--checkpoint", "hard")
+    pytest.importorskip("matplotlib")
+    assert "curves.png" in call("plot", run)
+    assert "scores.png" in call("plot", "digits", "--output", out)
+
+
+def test_recipes_are_listed_and_printed(tmp_path):
+    listing = call("recipes")
+    assert all(name in listing for name in recipe_names())
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(call("recipes", "digits"), encoding="utf-8")
+    assert "mine" in call("train", mine, "--output", tmp_path, "-m", "transformer", *SMALL)
+
+
+def test_dry_run_shows_runs_and_time(tmp_path):
+    command = ["reproduce", "digits", "--dry-run", "--seeds", "0,1", "--only", "transformer"]
+    text = call(*command, "--output", tmp_path / "out", "trainer.accelerator=cpu")
+    assert "2 runs, 0 finished" in text
+    assert "each" in text
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["train", "digitz"], "error: no recipe is called 'digitz', did you mean 'digits'?"),
+        (["train", "digits", "trainer.epoch=1"], "did you mean 'epochs'?"),
+        (["train", "digits", "-m", "espformr"], "did you mean 'espformer'?"),
+        (["train", "digits", "--setting", "x"], "recipe digits has no setting 'x'"),
+        (["train", "digits", "--output", "/dev/null/x"], "cannot write here"),
+        (["evaluate", "/nowhere"], "/nowhere: there is no such checkpoint"),
+        (["reproduce", "digits", "--seeds", "one"], "--seeds: expected numbers such as 0,1,2"),
+        (["reproduce", "digits", "--only", "nothing"], "has no mechanism or setting 'nothing'"),
+        (["plot", "digits", "--output", "/nowhere"], "no run of digits is finished yet"),
+        (["train"], "Missing argument"),
+        (["trian"], "No such command"),
+    ],
+)
+def test_mistakes_in_plain_words(mistake, arguments, expected):
+    assert expected in " ".join(mistake(*arguments).split())
+
+
+def test_unexpected_errors_are_short_and_debug_shows_them(mistake, monkeypatch):
+    def broken(*args, **kwargs):
+        raise KeyError("surprise")
+
+    monkeypatch.setattr("espformer.training.recipe.load_recipe", broken)
+    text = mistake("train", "digits")
+    assert "unexpected error: KeyError" in text
+    assert "--debug" in text
+    monkeypatch.setattr(sys, "argv", ["espformer", "train", "digits", "--debug"])
+    with pytest.raises(KeyError, match="surprise"):
+        cli.main()
+
+
+def test_help_is_quick_to_load():
+    """Lightning is not loaded to print a page of help."""
+    program = (
+        "import sys; sys.argv = ['espformer', '--help']\n"
+        "from espformer.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "assert 'lightning' not in sys.modules, 'lightning was loaded'"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_reproduce_from_nothing_to_a_table(tmp_path):
+    text = call(
+        "reproduce", "digits", "--output", tmp_path, "--seeds", "0", "--jobs", "2",
+        "--only", "transformer", "--only", "espformer", *SMALL,
+    )  # fmt: skip
+    assert "| default | espformer | after training | 1 |" in text
+    assert (tmp_path / "digits" / "results.md").read_text() in text

@@ -1,0 +1,186 @@
+"""Experiments: planned, done several at a time, kept, continued, and put beside the paper."""
+
+import json
+import sys
+
+import pytest
+from rich.console import Console
+
+from espformer.training import RunError, load_recipe
+from espformer.training.estimate import Estimator, words
+from espformer.training.experiments import do_all, plan
+from espformer.training.figures import plot_experiment, plot_run
+from espformer.training.paper_numbers import TABLES, Number
+from espformer.training.report import collect, markdown, summarise, write_report
+from espformer.training.runner import execute
+
+QUIET = Console(quiet=True)
+
+FAKE = """
+import json, pathlib, sys, time
+directory = pathlib.Path(sys.argv[1])
+with open(directory.parents[3] / "order.txt", "a") as file:
+    file.write(directory.parent.name + "\\n")
+if sys.argv[2] == "fail":
+    sys.exit("it went wrong")
+(directory / "results.json").write_text(json.dumps({"scores": {"test": 1.0}}))
+"""
+
+
+@pytest.fixture
+def jobs(recipe, tiny, tmp_path):
+    """Jobs whose command writes results without training."""
+    made = plan(recipe, str(tiny), tmp_path / "out", seeds=[0], only=["plain"])
+    for job in made:
+        job.command = [sys.executable, "-c", FAKE, str(job.directory), "ok"]
+    return made
+
+
+def order(tmp_path):
+    return (tmp_path / "out" / "order.txt").read_text().split()
+
+
+def test_commands_say_everything(recipe, tiny, tmp_path):
+    made = plan(
+        recipe, str(tiny), tmp_path, seeds=[3], only=["learnt"], overrides=["trainer.epochs=1"]
+    )
+    assert [job.run.setting for job in made] == ["plain", "smooth"]
+    text = " ".join(made[1].command)
+    for part in ("--mechanism learnt", "--setting smooth", "--seed 3", "trainer.epochs=1"):
+        assert part in text
+
+
+def test_all_are_done_and_none_twice(jobs, tmp_path):
+    assert do_all(jobs, 2, QUIET) == []
+    assert sorted(order(tmp_path)) == ["espformer", "learnt", "transformer"]
+    assert all(job.state == "finished" for job in jobs)
+    (jobs[0].directory / "results.json").unlink()
+    assert jobs[0].state == "new"
+    assert do_all(jobs, 2, QUIET) == []
+    assert len(order(tmp_path)) == 4, "only what was missing was done again"
+
+
+def test_a_failure_stops_what_needs_it_and_nothing_else(jobs, tmp_path):
+    jobs[0].command[-1] = "fail"
+    jobs[1].needs = [jobs[0].directory]
+    failed = do_all(jobs, 1, QUIET)
+    assert [job.name for job in failed] == [jobs[0].name, jobs[1].name]
+    assert jobs[2].state == "finished"
+    assert "it went wrong" in (jobs[0].directory / "log.txt").read_text()
+    jobs[0].command[-1] = "ok"
+    assert do_all(jobs, 1, QUIET) == []
+    assert order(tmp_path).count("transformer") == 2
+
+
+def test_what_is_needed_comes_first(jobs, tmp_path):
+    jobs[0].needs = [jobs[2].directory]
+    do_all(jobs, 3, QUIET)
+    names = order(tmp_path)
+    assert names.index("learnt") < names.index("transformer")
+
+
+@pytest.mark.slow
+def test_real_runs_interrupted_and_continued(tiny, tmp_path):
+    """Two runs in processes of their own; one of them was begun before and goes on."""
+    recipe = load_recipe(tiny)
+    overrides = ["trainer.checkpoint_minutes=0"]
+    only = ["plain", "learnt", "transformer"]
+    out = tmp_path / "out"
+    made = plan(recipe, str(tiny), out, seeds=[0], only=only, overrides=overrides)
+    assert len(made) == 2
+    execute(made[0].run, made[0].directory, progress=False)
+    whole = json.loads((made[0].directory / "results.json").read_text())
+    (made[0].directory / "results.json").unlink()
+    assert made[0].state == "interrupted"
+    assert do_all(made, 2, QUIET) == []
+    again = json.loads((made[0].directory / "results.json").read_text())
+    assert again["continued"]
+    assert again["scores"] == whole["scores"]
+    assert [r["mechanism"] for r in collect(recipe, tmp_path / "out")] == ["transformer", "learnt"]
+
+
+def result(label, setting, seed, **scores):
+    return {
+        "mechanism": label, "setting": setting, "seed": seed, "scores": scores, "score": "accuracy",
+        "device": "a card", "versions": {"torch": "2", "espformer": "0"}, "config": {},
+    }  # fmt: skip
+
+
+def test_mean_and_deviation_beside_the_paper():
+    recipe = load_recipe("cats-dogs")
+    results = [result("espformer", "1%", s, test=50.0 + s, best=99.0) for s in range(3)]
+    text = markdown(recipe, results, "espformer reproduce cats-dogs")
+    assert "| 1% | espformer | after training | 3 | 51.00 ± 1.00 | 55.66 ± 3.95 |" in text
+    assert "espformer reproduce cats-dogs" in text
+    assert "99.0" not in text, "the best epoch was chosen on the test data"
+    alone = markdown(recipe, results[:1], "x")
+    assert "| 50.00 | 55.66 ± 3.95 |" in alone, "one run has no deviation"
+
+
+def test_best_median_mean_worst_beside_the_paper():
+    recipe = load_recipe("imdb")
+    results = [result("espformer", "default", s, test=v) for s, v in enumerate((85, 86, 88, 84))]
+    row = "| 4 | 88.00 | 85.50 | 85.75 | 84.00 | 85.50 | 85.50 | 85.47 | 85.40 |"
+    assert row in markdown(recipe, results, "x")
+
+
+def test_plugged_and_tuned_beside_the_paper():
+    recipe = load_recipe("iwslt14-plug-and-play")
+    text = markdown(recipe, [result("diff-espformer", "default", 0, start=30.0, test=31.0)], "x")
+    assert "| before training | 1 | 30.00 | 33.72 |" in text
+    assert "| after training | 1 | 31.00 | 34.83 |" in text
+
+
+def test_what_the_paper_does_not_print():
+    recipe = load_recipe("mnist-patch-size")
+    text = markdown(recipe, [result("espformer", "patch=4", 0, test=97.0)], "x")
+    assert "| patch=4 | espformer | after training | 1 | 97.00 |" in text
+    assert "mean ± std, paper" not in text
+    incomplete = markdown(load_recipe("iwslt14"), [result("other", "default", 0, test=9.0)], "x")
+    assert "| 9.00 | – |" in incomplete
+    assert "No run is finished yet" in markdown(recipe, [], "x")
+
+
+def test_paper_numbers():
+    table = TABLES["cats-dogs-anneal"].numbers
+    assert table["100%", "espformer", "hard"] == Number(mean=81.23, std=0.11)
+    assert (
+        table["1%", "espformer", "start"] == TABLES["cats-dogs"].numbers["1%", "espformer", "test"]
+    )
+    slicers = TABLES["cats-dogs-slicers"].numbers
+    assert len(slicers) == 33
+    assert slicers["tau=10", "frozen-128", "test"] == Number(mean=78.10, std=0.26)
+    assert slicers["tau=1", "learnable-8", "test"].mean == 79.07
+    assert len(TABLES["cats-dogs"].numbers) == 16
+    assert summarise([2.0]).std is None
+
+
+def test_report_and_figures(recipe, tmp_path):
+    output = tmp_path / "out"
+    for seed in (0, 1):
+        run = recipe.run("transformer", "plain", seed)
+        execute(run, output / "tiny" / "plain" / "transformer" / f"seed-{seed}", progress=False)
+    path, text = write_report(recipe, output, "espformer reproduce tiny.yaml")
+    assert path.read_text() == text
+    assert "| plain | transformer | after training | 2 |" in text
+    assert len(json.loads((output / "tiny" / "results.json").read_text())) == 2
+    pytest.importorskip("matplotlib")
+    scores = plot_experiment(recipe, collect(recipe, output), tmp_path / "scores.png")
+    curves = plot_run(output / "tiny" / "plain" / "transformer" / "seed-0", tmp_path / "curves.png")
+    assert scores.stat().st_size > 5000
+    assert curves.stat().st_size > 5000
+    with pytest.raises(RunError, match="nothing was logged"):
+        plot_run(tmp_path, tmp_path / "x.png")
+    with pytest.raises(RunError, match="no run of tiny is finished"):
+        plot_experiment(recipe, [], tmp_path / "x.png")
+
+
+def test_estimate(recipe):
+    estimate = Estimator()
+    guess = estimate(recipe.run("transformer", overrides=["trainer.limit_batches=null"]))
+    assert guess.steps == 2 * 45, "1,438 examples in batches of 32, two epochs"
+    assert 0 < guess.seconds < 600
+    missing = recipe.run(overrides=["data.set=mnist", "data.directory=/nowhere"])
+    assert estimate(missing).seconds is None
+    assert "mnist" in estimate(missing).reason
+    assert [words(s) for s in (5, 100, 7000, 10**6)] == ["5 s", "1.7 min", "1.9 h", "11.6 days"]

@@ -1,0 +1,115 @@
+"""A run that was killed and goes on ends where it would have ended, bit for bit."""
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from espformer.training import load_recipe
+from espformer.training.checkpoints import AtomicCheckpointIO
+from espformer.training.learner import MARK
+from espformer.training.runner import execute
+
+# Everything that has a state: dropout, learnt temperatures that are annealed, milestones.
+STATEFUL = [
+    "model.vit.dropout=0.1",
+    "annealing.factor=0.5",
+    "schedule={name: milestones, milestones: [1]}",
+    "trainer.checkpoint_minutes=0",
+]
+
+
+def load(directory: Path) -> dict:
+    return torch.load(directory / "last.ckpt", weights_only=True)
+
+
+def assert_same_state(one: Path, other: Path) -> None:
+    a, b = load(one), load(other)
+    for name, value in a["state_dict"].items():
+        assert torch.equal(value, b["state_dict"][name]), name
+    moments = [checkpoint["optimizer_states"][0]["state"] for checkpoint in (a, b)]
+    for index, state in moments[0].items():
+        for name, value in state.items():
+            assert torch.equal(value, moments[1][index][name]), (index, name)
+    for key in ("lr_schedulers", "global_step", "callbacks", MARK):
+        assert a[key] == b[key], key
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["trainer.accumulate=2", "optimizer.name=sgd"],
+        ["schedule={name: inverse_sqrt, warmup_steps: 3}", "trainer.validate_every=2"],
+        ["trainer.precision=bf16-mixed", "data.workers=1"],
+    ],
+    ids=["plain", "accumulate", "inverse_sqrt", "bf16-workers"],
+)
+def test_resumed_at_every_step_it_ends_the_same(recipe, tmp_path, monkeypatch, more):
+    run = recipe.run("learnt", overrides=[*STATEFUL, *more])
+    moments: list[Path] = []
+    save = AtomicCheckpointIO.save_checkpoint
+
+    def save_and_keep(self, checkpoint, path, storage_options=None):
+        save(self, checkpoint, path)
+        if Path(path).name == "last.ckpt":
+            moments.append(tmp_path / f"killed-{len(moments)}")
+            moments[-1].mkdir()
+            for file in Path(path).parent.glob("*.ckpt"):
+                shutil.copy(file, moments[-1])
+
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", save_and_keep)
+    reference = execute(run, tmp_path / "reference", progress=False)
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", save)
+    positions = [load(moment)[MARK]["position"] for moment in moments]
+    assert {"epoch": 1, "batch": 2 if "trainer.accumulate=2" in more else 1} in positions
+    for moment in moments:
+        results = execute(run, moment, progress=False)
+        assert results["continued"]
+        assert results["scores"] == reference["scores"]
+        assert results["steps"] == reference["steps"]
+        assert_same_state(moment, tmp_path / "reference")
+
+
+def test_two_runs_with_one_seed_are_alike_and_two_seeds_are_not(recipe, tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        run = recipe.run("learnt", None, seed, STATEFUL)
+        execute(run, tmp_path / name, progress=False)
+    assert_same_state(tmp_path / "a", tmp_path / "b")
+    weights = [load(tmp_path / name)["state_dict"]["model.head.weight"] for name in "ac"]
+    assert not torch.equal(*weights)
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_of_an_epoch(tiny, tmp_path):
+    """SIGKILL to a real process, twice, while the temperature falls."""
+    overrides = [*STATEFUL, "trainer.epochs=3", "trainer.limit_batches=12"]
+    command = [
+        *(sys.executable, "-m", "espformer.cli", "train", str(tiny), "--mechanism", "learnt"),
+        *("--output", str(tmp_path / "out"), "--no-progress", *overrides),
+    ]
+    directory = tmp_path / "out" / "tiny" / "plain" / "learnt" / "seed-0"
+    for kill_at in ((0, 5), (1, 7)):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            assert process.poll() is None, process.stdout.read().decode()
+            if (directory / "last.ckpt").exists():
+                position = load(directory)[MARK]["position"]
+                if (position["epoch"], position["batch"]) >= kill_at:
+                    break
+            time.sleep(0.005)
+        process.kill()
+        process.wait()
+        position = load(directory)[MARK]["position"]
+        assert (position["epoch"], position["batch"]) >= kill_at
+        assert not (directory / "results.json").exists(), "it was killed before it ended"
+    subprocess.run(command, check=True, capture_output=True)
+    run = load_recipe(tiny).run("learnt", overrides=overrides)
+    execute(run, tmp_path / "reference", progress=False)
+    assert_same_state(directory, tmp_path / "reference")
+    assert len(list((directory / "logs").glob("attempt-*"))) == 3
