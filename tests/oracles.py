@@ -49,7 +49,7 @@ def attention_matrix(
         cost = 0.0
         for i in range(len(rows)):
             for j in range(len(columns)):
-                cost += sum((Q[i] - K[j]) ** 2) * U[i, j]
+                cost += np.dot(Q[i] - K[j], Q[i] - K[j]) * U[i, j]
         plans.append(U)
         costs.append(cost)
     shares = [math.exp(-inverse_temperature * (cost - min(costs))) for cost in costs]

@@ -189,24 +189,6 @@ def test_auto_is_linear_on_a_cpu(options):
     )
 
 
-@pytest.mark.parametrize("backend", ["linear", "dense"])
-@pytest.mark.filterwarnings("ignore")
-def test_compiled(options, backend):
-    compiled = torch.compile(esp_attention, backend="eager")
-    query, key, value = tokens(2, 2, n=40)
-    mask = some(2, 40)
-    for call in ({}, {"key_mask": mask}):
-        leaves = [x.clone().requires_grad_() for x in (query, key, value)]
-        out = compiled(*leaves, backend=backend, **call, **options)
-        grads = torch.autograd.grad(out.square().sum(), leaves)
-        again = [x.clone().requires_grad_() for x in (query, key, value)]
-        expected = esp_attention(*again, backend=backend, **call, **options)
-        torch.testing.assert_close(out, expected)
-        for a, b in zip(grads, torch.autograd.grad(expected.square().sum(), again), strict=True):
-            torch.testing.assert_close(a, b)
-    torch._dynamo.reset()
-
-
 def test_both_functions_take_the_same_options():
     attention = dict(inspect.signature(esp_attention).parameters)
     plan = dict(inspect.signature(esp_plan).parameters)

@@ -36,10 +36,15 @@ def others(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("side", ["query", "key"])
-def test_in_queries_and_keys(options, number, backend, masked, side):
-    """A sort has a place for NaN: the whole head must show it, hard sorting included."""
+@pytest.mark.parametrize("tau", [0.0, 0.7])
+def test_in_queries_and_keys(options, number, backend, masked, side, tau):
+    """A sort has a place for NaN: the whole head must show it, hard sorting included.
+
+    Without costs (τ = 0) nothing but the sort has seen it.
+    """
     query, key, value = tokens(3, 2, n=37)
-    options = {"backend": backend, "key_mask": some(3, 37) if masked else None, **options}
+    options = {**options, "backend": backend, "inverse_temperature": tau}
+    options["key_mask"] = some(3, 37) if masked else None
     if masked:
         options["key_mask"][1, 5] = True
     clean = differentiate(query, key, value, **options)

@@ -178,3 +178,15 @@ def test_a_second_derivative_is_refused():
     (first,) = torch.autograd.grad(out.sum(), s, create_graph=True)
     with pytest.raises(RuntimeError, match=r'once, not twice.*backend="dense"'):
         torch.autograd.grad(first.sum(), s)
+
+
+@pytest.mark.parametrize("metric", ["absolute", "squared"])
+def test_no_subnormal_numbers(metric: str) -> None:
+    """They are a hundred times slower to multiply: a sharp kernel must end in zeros."""
+    values = torch.randn(1, 4, 200).sort(-1).values
+    table = exponential_sum(metric, torch.float32)
+    kernel = SortedKernel(values, torch.full((1, 1, 1), 300.0), table)
+    smallest = torch.finfo(torch.float32).tiny
+    for name, x in vars(kernel).items():
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            assert not ((x != 0) & (x.abs() < smallest)).any(), name

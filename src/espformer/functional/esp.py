@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -83,8 +84,10 @@ def esp_attention(
         scale: multiplies queries and keys; default ``m ** -0.5``.
         slice_dropout: the probability to leave out a slice; the weights of the others are
             renormalised and at least one stays.
-        backend: ``"linear"`` (plain torch), ``"dense"`` (Algorithm 1 as printed: O(L N²), for
-            checks) or ``"auto"``.
+        backend: ``"linear"`` (plain torch), ``"triton"`` (fused kernels for CUDA tensors),
+            ``"dense"`` (Algorithm 1 as printed: O(L N²), for checks) or ``"auto"``: triton on a
+            GPU, else linear. What the kernels do not cover (float64; hard sorting with averaged
+            ties or N ≠ M) is computed by ``"linear"`` there too.
         attn_mask: only for calls written for ``scaled_dot_product_attention``: a boolean padding
             mask over keys, ``(batch, 1, 1, M)``. Anything else is refused.
         is_causal: refused: a causal doubly-stochastic matrix is the identity.
@@ -182,7 +185,7 @@ def _run(
             f"{name}: straight_through must be True, False or the share of the hard output in "
             f"[0, 1], got {straight_through}"
         )
-    module = _backend(backend, problem.query.device)
+    module = _backend(name, backend, problem.query.device)
     out = compute(module, problem)
     if problem.hard or share == 0:
         return out
@@ -193,11 +196,16 @@ def _run(
     return result
 
 
-def _backend(backend: str, device: torch.device) -> ModuleType:
+def _backend(name: str, backend: str, device: torch.device) -> ModuleType:
     if backend == "dense":
         return reference
     if backend == "linear" or (backend == "auto" and device.type != "cuda"):
         return esp
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f'{name}: backend="triton" needs CUDA tensors, got tensors on {device}; '
+            'backend="auto" picks what fits the device'
+        )
     try:
         return import_module("espformer.ops.triton")
     except ImportError as error:

@@ -12,6 +12,7 @@ sorted numbers only one group's intermediates exist, in the backward too, which 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -47,6 +48,7 @@ class Ranking(NamedTuple):
 def rank_tokens(projections: Tensor, mask: Tensor | None) -> Ranking:
     """Sorts the tokens of every slice; padded tokens come last whatever their projection is."""
     batch, _, tokens = projections.shape
+    projections = projections.contiguous()  # a sort keeps the strides of a transposed matrix
     positions = torch.arange(tokens, device=projections.device)
     if mask is None:
         values, order = projections.sort(dim=-1, stable=True)
@@ -87,9 +89,9 @@ class _Pick(torch.autograd.Function):
 def _pick(x: Tensor, order: Tensor) -> Tensor:
     """``x[b, (l,) order[b, l, n]]``, as one row copy per (slice, rank)."""
     width, tokens = x.shape[-1], x.shape[-2]
-    groups = order.shape[0] if x.dim() == 3 else order.shape[0] * order.shape[1]
-    first = torch.arange(groups, device=x.device) * tokens
-    rows = order + first.view(order.shape[0], -1, 1)
+    operands = (order.shape[0], 1, 1) if x.dim() == 3 else (*order.shape[:2], 1)
+    first = torch.arange(math.prod(operands), device=x.device) * tokens
+    rows = order + first.view(operands)
     return x.reshape(-1, width).index_select(0, rows.flatten()).view(*order.shape, width)
 
 
@@ -187,15 +189,10 @@ def slice_costs(
     ) -> Tensor:
         mine, theirs = queries.group(part, q_values), keys.group(part, k_values)
         a = _mixing(mine, problem, w).sort(to_ranks(moments(q - centre), mine))
-        b = _mixing(theirs, problem, w).sort(to_ranks(moments(k - centre), theirs))
+        b = _mixing(theirs, problem, w).sort(to_ranks(comoments(k - centre), theirs))
         if coupling is not None:
             b = coupling(b)
-        total = (
-            a[..., -2] * b[..., -1]
-            + a[..., -1] * b[..., -2]
-            - 2 * (a[..., :-2] * b[..., :-2]).sum(-1)
-        )
-        return total.sum(-1) / mine.lengths.clamp(min=1).unsqueeze(-1)
+        return (a * b).sum((-2, -1)) / mine.lengths.clamp(min=1).unsqueeze(-1)
 
     return _by_slice_groups(
         costs, width, (query, key), (queries.values, keys.values), inverse_width, concatenate=True
@@ -203,8 +200,13 @@ def slice_costs(
 
 
 def moments(x: Tensor) -> Tensor:
-    """Columns (x, ‖x‖², 1): all that ``Σ_ij ‖x_i - y_j‖² U[i, j]`` asks of either side."""
+    """Columns (x, ‖x‖², 1), whose product with ``comoments(y)`` is ``‖x - y‖²``."""
     return torch.cat([x, x.square().sum(-1, keepdim=True), torch.ones_like(x[..., :1])], -1)
+
+
+def comoments(y: Tensor) -> Tensor:
+    """Columns (-2 y, 1, ‖y‖²)."""
+    return torch.cat([-2 * y, torch.ones_like(y[..., :1]), y.square().sum(-1, keepdim=True)], -1)
 
 
 def apply_plans(
@@ -281,7 +283,9 @@ def _by_slice_groups(
 ) -> Tensor:  # fmt: skip
     """``fn(group, *shared, *(t[:, group] for t in sliced), inverse_width)``, added or joined."""
     batch, slices = sliced[0].shape[:2]
-    size = max(1, GROUP_ELEMENTS // max(1, batch * width))
+    # A graph that is exported serves batches and lengths of all sizes: it cannot depend on them.
+    exporting = torch.compiler.is_exporting()
+    size = slices if exporting else max(1, GROUP_ELEMENTS // max(1, batch * width))
     groups = [slice(i, min(i + size, slices)) for i in range(0, slices, size)]
     if len(groups) == 1:
         return fn(groups[0], *shared, *sliced, inverse_width)

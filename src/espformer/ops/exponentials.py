@@ -15,12 +15,23 @@ pair of conjugate poles is stored once, with its weight doubled.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 METRICS = ("absolute", "squared")
+
+# What is less than this share of a weight of one changes no result, in float64 either. Left in,
+# it would end as numbers below the smallest normal float, which are a hundred times slower to
+# multiply on a CPU: at t = 1e-3 that was most of the time.
+NEGLIGIBLE = 1e-18
+
+
+def decay(x: Tensor) -> Tensor:
+    """``exp(-x)`` for ``x ≥ 0``, and zero where that is negligible."""
+    return torch.exp(-x).masked_fill(x > -math.log(NEGLIGIBLE), 0)
 
 
 @dataclass(frozen=True)
@@ -34,11 +45,11 @@ class ExponentialSum:
 
     def exact(self, x: Tensor) -> Tensor:
         """The kernel itself, ``k(x)``, for ``x ≥ 0``."""
-        return torch.exp(-x) if self.metric == "absolute" else torch.exp(-x * x)
+        return decay(x) if self.metric == "absolute" else decay(x * x)
 
     def exact_slope(self, x: Tensor) -> Tensor:
         """Its derivative ``k'(x)``, for ``x ≥ 0``."""
-        return -torch.exp(-x) if self.metric == "absolute" else -2 * x * torch.exp(-x * x)
+        return -decay(x) if self.metric == "absolute" else -2 * x * decay(x * x)
 
     def approximate(self, x: Tensor) -> Tensor:
         """The sum of exponentials, in float64: what the states between chunks amount to."""

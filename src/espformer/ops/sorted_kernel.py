@@ -27,25 +27,25 @@ added up from pairs, ``(s_n - s_j)`` times the force between them.
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from espformer.ops.autograd import refuse_double_backward
-from espformer.ops.exponentials import ExponentialSum
+from espformer.ops.exponentials import NEGLIGIBLE, ExponentialSum, decay
 
 CHUNK = 32
-
-Sides = tuple[Tensor, Tensor]  # what comes from the left, what comes from the right
 
 
 class Waves:
     """What chunks hand on to each other: decays ``exp(-p x)`` to and from their borders.
 
     A chunk receives from the left what stood at the end of the one before it, and from the right
-    what stood at the start of the one after it; the outermost receive zeros.
+    what stood at the start of the one after it; the outermost receive zeros. Both sides share one
+    matrix, real and with the columns (left, right), for complex poles (Re left, Re right, Im left,
+    Im right), and so do the rows of their states.
     """
 
     def __init__(self, numbers: Tensor, scale: Tensor, poles: Tensor) -> None:
@@ -56,67 +56,81 @@ class Waves:
         self.starts, self.ends = first, last
         self.to_end, self.from_end = (last - numbers) * scale, (numbers - before) * scale
         self.across, self.step = (after - before) * scale, (last - before) * scale
-        self.into_left = self._decay(self.to_end)
-        self.into_right = self._decay((numbers - first) * scale)
-        self.from_left = self._decay(self.from_end)
-        self.from_right = self._decay((after - numbers) * scale)
+        into = self._both(self.to_end, (numbers - first) * scale)
+        self.into = torch.cat([into.real, into.imag], -1) if into.is_complex() else into
+        self.out_of = self._both(self.from_end, (after - numbers) * scale)
+        self.hops = list(self._hops())
 
     def _decay(self, distance: Tensor) -> Tensor:
         """``exp(-p x)``: (...) to (..., poles)."""
-        return torch.exp(-self.poles * distance.unsqueeze(-1))
+        distance = distance.unsqueeze(-1)
+        if not self.poles.is_complex():
+            return decay(self.poles * distance)
+        # Eight times as fast as the exponential of a complex number.
+        return torch.polar(decay(self.poles.real * distance), -self.poles.imag * distance)
 
-    def states(self, x: Tensor) -> Sides:
-        """H of a split operand: two of (batch, slices, chunks, poles, width), maybe complex."""
-        left = self._scan(_inflow(self.into_left, x), self.ends)
-        right = self._scan(_inflow(self.into_right, x).flip(-3), self.starts.flip(-2)).flip(-3)
-        none = torch.zeros_like(left[..., :1, :, :])
-        return torch.cat([none, left[..., :-1, :, :]], -3), torch.cat(
-            [right[..., 1:, :, :], none], -3
-        )
+    def _both(self, left: Tensor, right: Tensor) -> Tensor:
+        return torch.cat([self._decay(left), self._decay(right)], -1)
 
-    def _scan(self, states: Tensor, positions: Tensor) -> Tensor:
-        """Adds to every state what earlier ones hand on, by doubling: log2(chunks) steps."""
-        shift = 1
-        while shift < positions.shape[-2]:
-            gap = (positions[..., shift:, :] - positions[..., :-shift, :]).abs_() * self.scale
-            earlier = states[..., :-shift, :, :] * self._decay(gap).mT
-            states[..., shift:, :, :] += earlier
-            shift *= 2
-        return states
+    def _hops(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """What is left of the states 1, 2, 4, … chunks on: two of (…, chunks - hop, poles, 1)."""
+        hop = 1
+        while hop < self.ends.shape[-2]:
+            left, right = (
+                self._decay((x[..., hop:, :] - x[..., :-hop, :]) * self.scale).mT
+                for x in (self.ends, self.starts)
+            )
+            yield hop, left, right
+            hop *= 2
 
-    def read(self, states: Sides, weights: Tensor) -> Sides:
-        """``Re Σ_r w_r exp(-p_r x_n) H_r``: two of (batch, slices, chunks, chunk, width)."""
-        return (
-            _readout(self.from_left * weights) @ _rows(states[0]),
-            _readout(self.from_right * weights) @ _rows(states[1]),
-        )
+    def states(self, x: Tensor) -> Tensor:
+        """H of a split operand, what arrives at every chunk: (batch, slices, chunks, rows, width).
 
-    def pull(self, p: Tensor, states: Sides, weights: Tensor) -> Sides:
-        """``P_n`` times the same, and negative from the right: (batch, slices, chunks, chunk)."""
-        return (
-            (_readout(self.from_left * weights) * (p @ _rows(states[0]).mT)).sum(-1),
-            (_readout(self.from_right * -weights) * (p @ _rows(states[1]).mT)).sum(-1),
-        )
+        Adds to every chunk's own what others hand on, by doubling: log2(chunks) steps.
+        """
+        own = self.into.mT @ x
+        if self.poles.is_complex():
+            own = torch.complex(*own.chunk(2, -2))
+        left, right = own.chunk(2, -2)
+        for hop, left_decay, right_decay in self.hops:
+            from_left = _without_dust(left[..., :-hop, :, :] * left_decay)
+            from_right = _without_dust(right[..., hop:, :, :] * right_decay)
+            left[..., hop:, :, :].add_(from_left)
+            right[..., :-hop, :, :].add_(from_right)
+        # A chunk receives what its neighbours have.
+        arriving = torch.zeros_like(own)
+        from_left, from_right = arriving.chunk(2, -2)
+        from_left[..., 1:, :, :] = left[..., :-1, :, :]
+        from_right[..., :-1, :, :] = right[..., 1:, :, :]
+        return torch.cat([arriving.real, arriving.imag], -2) if own.is_complex() else arriving
+
+    def readout(self, left: Tensor, right: Tensor) -> Tensor:
+        """The matrix of ``Re Σ_r w_r exp(-p_r x_n) H_r``, with the weights of either side."""
+        weighted = self.out_of * torch.cat([left, right])
+        return torch.cat([weighted.real, -weighted.imag], -1) if weighted.is_complex() else weighted
+
+    def sides(self, pulls: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums over the columns of the left and of the right."""
+        left, right = pulls.unflatten(-1, (-1, 2, len(self.poles))).sum((-3, -1)).unbind(-1)
+        return left, right
 
     def flow(self, left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
         """What passes over each chunk: ``Re Σ_r w_r exp(-p_r x) H_r · H_r``, x from end to end."""
+        r = len(self.poles)
+        if not self.poles.is_complex():
+            left, right = left[..., :r, :], right[..., r:, :]
+        else:
+            left = torch.complex(left[..., :r, :], left[..., 2 * r : 3 * r, :])
+            right = torch.complex(right[..., r : 2 * r, :], right[..., 3 * r :, :])
         meeting = (left * right).sum(-1, keepdim=True).mT
         return (weights * self._decay(self.across) * meeting).sum(-1).real
 
 
-def _inflow(waves: Tensor, x: Tensor) -> Tensor:
-    if not waves.is_complex():
-        return waves.mT @ x
-    return torch.complex(waves.real.mT @ x, waves.imag.mT @ x)
-
-
-def _rows(states: Tensor) -> Tensor:
-    return torch.cat([states.real, states.imag], -2) if states.is_complex() else states
-
-
-def _readout(weighted: Tensor) -> Tensor:
-    """The real matrix that takes the real part of a product with states, given as rows."""
-    return torch.cat([weighted.real, -weighted.imag], -1) if weighted.is_complex() else weighted
+def _without_dust(states: Tensor) -> Tensor:
+    """Sets to zero, in place, what has decayed several times over: see `NEGLIGIBLE`."""
+    numbers = torch.view_as_real(states) if states.is_complex() else states
+    numbers.masked_fill_(numbers.abs() < NEGLIGIBLE**1.5, 0)
+    return states
 
 
 class SortedKernel:
@@ -133,8 +147,13 @@ class SortedKernel:
 
     def __init__(self, values: Tensor, inverse_width: Tensor, table: ExponentialSum) -> None:
         self.values, self.inverse_width, self.table = values, inverse_width, table
+        differentiable = torch.is_grad_enabled() and (
+            values.requires_grad or inverse_width.requires_grad
+        )
         with torch.no_grad():
             self._prepare(values.detach(), inverse_width.detach())
+            if differentiable:
+                self._prepare_slopes()
 
     def __call__(self, x: Tensor) -> Tensor:
         product: Tensor = _Product.apply(self, self.values, self.inverse_width, x)
@@ -156,10 +175,12 @@ class SortedKernel:
             self.weights, poles = self._numbers(self.table.weights), self._numbers(self.table.poles)
             self.slopes = -self.weights * poles
             self.waves = Waves(self.numbers, self.scale, poles)
+            self.reading = self.waves.readout(self.weights, self.weights)
 
     def _numbers(self, numbers: tuple[complex, ...]) -> Tensor:
         real = not any(complex(x).imag for x in self.table.poles)
-        dtype = self.numbers.dtype if real else self.numbers.dtype.to_complex()
+        dtype = self.numbers.dtype
+        dtype = dtype if real else torch.promote_types(dtype, torch.complex64)
         return torch.tensor(numbers, dtype=dtype, device=self.numbers.device)
 
     def _differences(self) -> Tensor:
@@ -167,16 +188,21 @@ class SortedKernel:
         s = self.numbers
         return (s.unsqueeze(-2) - s.unsqueeze(-1)).mul_(self.scale.unsqueeze(-1))
 
-    @cached_property
-    def block_slope(self) -> Tensor:
-        """The derivative of the block in ``s_n``, for scaled numbers."""
+    def _prepare_slopes(self) -> None:
+        """Derivatives in ``s_n``, for scaled numbers: of the block, and of what states bring."""
         x = self._differences()
         x = x.sign_() if self.table.metric == "absolute" else x.mul_(2)
-        return x.mul_(self.block)
+        self.block_slope = x.mul_(self.block)
+        if self.chunks > 1:  # κ' is odd: the sides differ in sign
+            self.pulling = self.waves.readout(self.slopes, -self.slopes)
 
-    @cached_property
-    def ties(self) -> Waves:
-        """Waves that die at once: they carry what stands at exactly the same number."""
+    def _ties(self) -> Waves | None:
+        """Waves that die at once carry what stands at exactly the same number; None if nothing."""
+        first, last = self.numbers[..., 1:, 0], self.numbers[..., :-1, -1]
+        # On a GPU the numbers are not looked at: that would wait for the device.
+        looked_at = first.device.type == "cpu" and not torch.compiler.is_compiling()
+        if looked_at and not bool((first == last).any()):
+            return None
         fastest = torch.finfo(self.numbers.dtype).max
         return Waves(self.numbers, self.scale, self.numbers.new_tensor([fastest]))
 
@@ -189,36 +215,40 @@ class SortedKernel:
     def join(self, y: Tensor) -> Tensor:
         return y.flatten(-3, -2)[..., : self.values.shape[-1], :]
 
-    def states(self, x: Tensor) -> Sides | None:
+    def states(self, x: Tensor) -> Tensor | None:
         """What a split operand sends from chunk to chunk; None if there is one chunk."""
         return self.waves.states(x) if self.chunks > 1 else None
 
-    def multiply(self, x: Tensor, states: Sides | None) -> Tensor:
+    def multiply(self, x: Tensor, states: Tensor | None) -> Tensor:
         """``κ x`` for a split operand and its states."""
         y = self.block @ x
         if states is not None:
-            for part in self.waves.read(states, self.weights):
-                y += part
+            y.flatten(0, 2).baddbmm_(self.reading.flatten(0, 2), states.flatten(0, 2))
         return y
 
-    def slope(self, x: Tensor, p: Tensor, x_states: Sides | None, p_states: Sides | None) -> Tensor:
+    def slope(
+        self, x: Tensor, p: Tensor, x_states: Tensor | None, p_states: Tensor | None
+    ) -> Tensor:
         """``ds_n = P_n · (κ'X)_n + X_n · (κ'P)_n``: (batch, slices, chunks, chunk)."""
         force = (p @ x.mT).mul_(self.block_slope)
         ds = force.sum(-1) - force.sum(-2)
         if x_states is None or p_states is None:
             return ds
-        pulls = [self.waves.pull(p, x_states, self.slopes)]
-        pulls += [self.waves.pull(x, p_states, self.slopes)]
-        if self.table.metric == "absolute":  # k'(0) is zero, not -1
+        ds += self._pull(p, x_states).sum(-1) + self._pull(x, p_states).sum(-1)
+        ties = self._ties() if self.table.metric == "absolute" else None
+        if ties is not None:  # k'(0) is zero, not -1
             one = torch.ones_like(self.slopes)
-            pulls += [self.ties.pull(p, self.ties.states(x), one)]
-            pulls += [self.ties.pull(x, self.ties.states(p), one)]
-        for left, right in pulls:
-            ds += left + right
+            undo = ties.readout(one, -one)
+            ds += (undo * (p @ ties.states(x).mT)).sum(-1)
+            ds += (undo * (x @ ties.states(p).mT)).sum(-1)
         return ds
 
+    def _pull(self, p: Tensor, states: Tensor) -> Tensor:
+        """``P_n · (κ'X)_n`` from other chunks, by states: (batch, slices, chunks, chunk, rows)."""
+        return (p @ states.mT).mul_(self.pulling)
+
     def stretch(
-        self, x: Tensor, p: Tensor, x_states: Sides | None, p_states: Sides | None
+        self, x: Tensor, p: Tensor, x_states: Tensor | None, p_states: Tensor | None
     ) -> Tensor:
         """``Σ_n s_n ds_n`` for scaled numbers, (batch, slices, 1): pair by pair.
 
@@ -229,10 +259,9 @@ class SortedKernel:
         if x_states is not None and p_states is not None:
             waves, slopes = self.waves, self.slopes
             for rows, states in ((p, x_states), (x, p_states)):
-                left, right = waves.pull(rows, states, slopes)
+                left, right = waves.sides(self._pull(rows, states))
                 total += (left * waves.from_end - right * waves.to_end).sum((-2, -1))
-            flow = waves.flow(x_states[0], p_states[1], slopes)
-            flow += waves.flow(p_states[0], x_states[1], slopes)
+            flow = waves.flow(x_states, p_states, slopes) + waves.flow(p_states, x_states, slopes)
             total += (flow * waves.step).sum((-2, -1))
         return total.unsqueeze(-1)
 
@@ -247,17 +276,17 @@ class _Product(torch.autograd.Function):
         parts = kernel.split(x)
         states = kernel.states(parts)
         ctx.kernel = kernel
-        ctx.save_for_backward(values, inverse_width, x, *(states or ()))
+        ctx.save_for_backward(values, inverse_width, x, states)
         return kernel.join(kernel.multiply(parts, states))
 
     @staticmethod
     @refuse_double_backward("espformer's linear-time soft sort")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         kernel: SortedKernel = ctx.kernel
-        values, inverse_width, x, *states = ctx.saved_tensors
+        values, inverse_width, x, states = ctx.saved_tensors
         p = kernel.split(grads[0])
         p_states = kernel.states(p)
-        pair = (kernel.split(x), p, (states[0], states[1]) if states else None, p_states)
+        pair = (kernel.split(x), p, states, p_states)
         d_values = d_inverse_width = dx = None
         if ctx.needs_input_grad[1]:
             d_values = kernel.slope(*pair).flatten(-2)[..., : values.shape[-1]] * inverse_width

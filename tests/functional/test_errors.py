@@ -1,0 +1,228 @@
+"""Mistakes are named: what was wrong, what is expected, what to do."""
+
+import re
+
+import pytest
+import torch
+
+from espformer import esp_attention, esp_plan
+from tests.compare import tokens
+
+QUERY, KEY, VALUE = (x.float() for x in tokens(2, 3, n=5, m=4))
+SELF = torch.randn(3, 2, 3, 5, 4).unbind()
+MASK = torch.ones(2, 4, dtype=torch.bool)
+
+
+def refuses(text: str, query=QUERY, key=KEY, value=VALUE, **options):
+    with pytest.raises(ValueError, match=re.escape(text)) as caught:
+        esp_attention(query, key, value, **options)
+    assert str(caught.value).startswith("esp_attention: ")
+
+
+@pytest.mark.parametrize(
+    ("option", "wrong", "choices"),
+    [
+        ("metric", "euclidean", "'absolute', 'squared'"),
+        ("balance", "columns", "'rows', 'both'"),
+        ("ties", "random", "'stable', 'average'"),
+        ("coupling", "nearest", "'quantile', 'interpolate', 'identity'"),
+        ("backend", "cuda", "'auto', 'dense', 'linear'"),
+    ],
+)
+def test_unknown_names(option, wrong, choices):
+    refuses(f"{option} must be one of {choices}", **{option: wrong})
+    refuses(f"got {wrong!r}", **{option: wrong})
+
+
+@pytest.mark.parametrize("t", [0.0, -1.0, float("nan"), 0, -0.0])
+def test_temperatures_that_are_not_positive(t):
+    refuses("sort_temperature must be > 0", sort_temperature=t)
+    refuses("(for hard sorting pass hard=True)", sort_temperature=t)
+    one_wrong = torch.tensor([0.1, t, 0.1])
+    refuses("sort_temperature must be > 0 everywhere", sort_temperature=one_wrong)
+    refuses("(for hard sorting pass hard=True)", sort_temperature=one_wrong)
+
+
+@pytest.mark.parametrize("shape", [(2,), (4,), (5,), (2, 3, 1), (7, 2, 3)], ids=str)
+def test_temperatures_of_the_wrong_shape(shape):
+    refuses(
+        f"sort_temperature of shape {shape} does not broadcast to the leading dimensions (2, 3); "
+        "for one temperature per head its shape is (heads,)",
+        sort_temperature=torch.ones(shape),
+    )
+
+
+@pytest.mark.parametrize("tau", [-0.1, float("nan"), float("inf"), -float("inf")])
+def test_inverse_temperatures(tau):
+    refuses(f"inverse_temperature must be >= 0 and finite, got {tau}", inverse_temperature=tau)
+
+
+@pytest.mark.parametrize("probability", [-0.1, 1.0, 2.0, float("nan")])
+def test_slice_dropout(probability):
+    refuses(f"slice_dropout must be in [0, 1), got {probability}", slice_dropout=probability)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_straight_through(share):
+    refuses("straight_through must be True, False or the share", straight_through=share)
+    refuses(f"[0, 1], got {share}", straight_through=share)
+
+
+@pytest.mark.parametrize("label", ["query", "key", "value"])
+def test_too_few_dimensions(label):
+    expected = f"{label} must have shape (batch, heads, tokens, head_dim) or at least "
+    refuses(expected, **{label: torch.randn(4)})
+    refuses("got (4,)", **{label: torch.randn(4)})
+    refuses(expected, **{label: torch.tensor(1.0)})
+    refuses(expected, **{label: torch.randn(4)}, attn_mask=MASK[:, None, None])
+
+
+@pytest.mark.parametrize("label", ["query", "key", "value"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_numbers_that_are_not_floating_point(label, dtype):
+    wrong = {"query": QUERY, "key": KEY, "value": VALUE}[label].to(dtype)
+    refuses(f"{label} must hold floating-point numbers, got {dtype}", **{label: wrong})
+
+
+@pytest.mark.parametrize("label", ["query", "key", "value"])
+@pytest.mark.parametrize("empty", ["tokens", "width"])
+def test_no_tokens_or_no_width(label, empty):
+    x = {"query": QUERY, "key": KEY, "value": VALUE}[label]
+    wrong = x[..., :0, :] if empty == "tokens" else x[..., :0]
+    refuses(f"{label} of shape {tuple(wrong.shape)} has no tokens or no width", **{label: wrong})
+    refuses("at least one token is needed (mask out", **{label: wrong})
+
+
+@pytest.mark.parametrize("label", ["key", "value"])
+def test_devices_that_differ(label):
+    wrong = {"key": KEY, "value": VALUE}[label].to("meta")
+    refuses(f"query is on cpu but {label} on meta; move them together", **{label: wrong})
+
+
+@pytest.mark.parametrize("label", ["key", "value"])
+def test_dtypes_that_differ(label):
+    wrong = {"key": KEY, "value": VALUE}[label].double()
+    refuses(
+        f"query is torch.float32 but {label} is torch.float64; cast them to one dtype",
+        **{label: wrong},
+    )
+
+
+def test_head_dims_that_differ():
+    refuses(
+        "query and key must have the same head_dim, got query (2, 3, 5, 4) and key (2, 3, 4, 3)",
+        key=KEY[..., :3],
+    )
+
+
+def test_keys_and_values_of_different_number():
+    refuses(
+        "key and value must have as many tokens, got key (2, 3, 4, 4) and value (2, 3, 3, 3)",
+        value=VALUE[..., :3, :],
+    )
+
+
+def test_leading_dimensions_that_do_not_broadcast():
+    refuses(
+        "leading dimensions do not agree: query (2, 3, 5, 4), key (2, 2, 4, 4), value (2, 3, 4, 3)",
+        key=KEY[:, :2],
+    )
+    refuses("leading dimensions do not agree", value=VALUE[:1].expand(3, 3, 4, 3))
+
+
+@pytest.mark.parametrize("shape", [(4,), (5, 3), (5, 5), (0, 4), (3, 5, 1), ()], ids=str)
+def test_slices_of_the_wrong_width(shape):
+    refuses(
+        "slices must have shape (L, head_dim) or (heads, L, head_dim) with head_dim 4 and L >= 1, "
+        f"got {shape}",
+        slices=torch.randn(shape),
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 4), (5, 3, 5, 4), (7, 2, 3, 5, 4)], ids=str)
+def test_slices_of_the_wrong_number_of_heads(shape):
+    refuses(
+        f"slices of shape {shape} do not broadcast to the leading dimensions (2, 3)",
+        slices=torch.randn(shape),
+    )
+
+
+def test_causal_attention():
+    refuses("causal attention does not exist here", is_causal=True)
+    refuses("rows and columns sum to one is the identity", is_causal=True)
+    refuses("keep softmax attention (espformer.nn.Softmax)", is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "attn_mask",
+    [
+        torch.ones(5, 4, dtype=torch.bool),
+        torch.ones(5, 4).tril().bool(),
+        torch.ones(2, 1, 5, 4, dtype=torch.bool),
+        torch.ones(2, 3, 1, 4, dtype=torch.bool),
+        torch.zeros(2, 1, 1, 4),
+        torch.ones(2, 1, 1, 5, dtype=torch.bool),
+    ],
+    ids=lambda mask: f"{mask.dtype}-{tuple(mask.shape)}",
+)
+def test_pairwise_and_additive_attn_masks(attn_mask):
+    refuses("attn_mask can only say which keys are padding: boolean", attn_mask=attn_mask)
+    refuses("of shape (2, 1, 1, 4)", attn_mask=attn_mask)
+    refuses("Pairwise and causal masks do not exist here", attn_mask=attn_mask)
+
+
+def test_two_masks_for_the_same_keys():
+    refuses("without key_mask", attn_mask=MASK[:, None, None], key_mask=MASK)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 5), (3, 4), (2, 4, 3), (1, 4)], ids=str)
+def test_masks_of_the_wrong_shape(shape):
+    refuses(
+        f"key_mask must have shape (2, 4) or (2, 3, 4) to mask tokens of shape (2, 3, 4, 4), got "
+        f"{shape}",
+        key_mask=torch.ones(shape, dtype=torch.bool),
+    )
+
+
+def test_query_masks_of_the_wrong_shape():
+    refuses("query_mask must have shape (2, 5) or (2, 3, 5)", query_mask=MASK)
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (2, 5, 4), (2, 3, 5, 4)], ids=str)
+def test_pairwise_masks(shape):
+    mask = torch.ones(shape, dtype=torch.bool)
+    refuses(f"key_mask of shape {shape} masks (query, key) pairs, but only padding", key_mask=mask)
+    refuses("Say which tokens take part with key_mask", query_mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_masks_that_are_not_boolean(dtype):
+    refuses(f"key_mask must be boolean (True = takes part), got {dtype}", key_mask=MASK.to(dtype))
+    refuses("pass key_mask.bool()", key_mask=MASK.to(dtype))
+
+
+def test_masks_on_another_device():
+    refuses("key_mask is on meta but the tokens it masks are on cpu", key_mask=MASK.to("meta"))
+    refuses("key_mask.to('cpu')", key_mask=MASK.to("meta"))
+
+
+def test_plans_speak_for_themselves():
+    with pytest.raises(ValueError, match=r"^esp_plan: metric must be one of"):
+        esp_plan(QUERY, KEY, metric="euclidean")
+    with pytest.raises(ValueError, match=r"^esp_plan: query and key must have the same head_dim"):
+        esp_plan(QUERY, KEY[..., :3])
+
+
+def test_mistakes_are_seen_before_anything_is_computed():
+    """A wrong word in a hard or plan-free corner of the call is an error there too."""
+    refuses("metric must be one of", hard=True, metric="euclidean")
+    refuses("ties must be one of", ties="random")
+    refuses("coupling must be one of", *SELF, coupling="nearest")
+    refuses("sort_temperature must be > 0", *SELF, hard=True, sort_temperature=0.0)
+
+
+def test_triton_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    x = torch.randn(1, 1, 4, 3)
+    with pytest.raises(ValueError, match="needs CUDA tensors, got tensors on cpu"):
+        esp_attention(x, x, x, backend="triton")
