@@ -1,22 +1,38 @@
 """Doubly-stochastic attention through Expected Sliced Transport Plans, in linear time."""
 
+from typing import TYPE_CHECKING, Any
+
 from espformer import functional, nn
 from espformer.functional import esp_attention, esp_plan, sinkhorn_attention, sinkhorn_plan
 from espformer.nn import anneal, harden, set_sort_temperature, set_straight_through, soften
+
+if TYPE_CHECKING:
+    from espformer.integrations.convert import convert, revert
 
 __version__ = "0.1.0"
 
 __all__ = [
     "__version__",
     "anneal",
+    "convert",
     "esp_attention",
     "esp_plan",
     "functional",
     "harden",
     "nn",
+    "revert",
     "set_sort_temperature",
     "set_straight_through",
     "sinkhorn_attention",
     "sinkhorn_plan",
     "soften",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``convert`` and ``revert``, imported when they are asked for."""
+    if name in ("convert", "revert"):
+        from espformer import integrations
+
+        return getattr(integrations, name)
+    raise AttributeError(f"module 'espformer' has no attribute {name!r}")

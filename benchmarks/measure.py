@@ -1,0 +1,160 @@
+"""What every benchmark needs: clocks, errors, conditions, and the one table that is printed."""
+
+from __future__ import annotations
+
+import csv
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+import espformer
+
+RESULTS = Path(__file__).parent / "results"
+
+# Largest error, relative to the largest entry, of a float32 result against the float64 oracle.
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; every cell is text, ready to be read."""
+
+    measurement: str
+    tokens: int
+    slices: int | str
+    metric: str
+    balance: str
+    result: str
+    compared_with: str
+    ratio: str
+    error: str
+    target: str
+    verdict: str
+
+    @property
+    def failed(self) -> bool:
+        return self.verdict == "FAILED"
+
+
+def header() -> list[str]:
+    return [field.name.replace("_", " ") for field in fields(Row)]
+
+
+def verdict(met: bool, error: float | None = None, tolerance: float = TOLERANCE) -> str:
+    """``ok`` when the target is met by a result that is right."""
+    right = error is None or error <= tolerance  # NaN is not right
+    return "ok" if met and right else "FAILED"
+
+
+def interleaved_seconds(
+    runs: Sequence[Callable[[], object]], repeats: int, warm_up: int = 1
+) -> list[float]:
+    """The median time of every function, run in turn so that a busy moment hits them alike."""
+    for _ in range(warm_up):
+        for run in runs:
+            run()
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(repeats):
+        for run, found in zip(runs, times, strict=True):
+            start = time.perf_counter()
+            run()
+            found.append(time.perf_counter() - start)
+    return [median(found) for found in times]
+
+
+def largest_error(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+    """The largest difference of two lists of tensors, each relative to its largest entry."""
+    errors = [
+        (a.double() - b.double()).abs().max() / b.double().abs().max()
+        for a, b in zip(got, want, strict=True)
+    ]
+    return float(torch.stack(errors).detach().max())  # max() of torch keeps NaN
+
+
+def processor() -> str:
+    """The name of the CPU, and how many of its cores this process may use."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        name = models[0].partition(":")[2].strip() if models else name
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{name}, {cores} cores"
+
+
+class Company:
+    """How much of the machine other processes used meanwhile: times with company are no good."""
+
+    def __init__(self) -> None:
+        self.start = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float, float] | None:
+        """Seconds since some moment, of all busy cores, and of this process and its children."""
+        stat = Path("/proc/stat")
+        if not stat.exists():
+            return None
+        ticks = [int(x) for x in stat.read_text().split("\n", 1)[0].split()[1:9]]
+        busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # idle, waiting
+        return time.monotonic(), busy, sum(os.times()[:4])
+
+    def __str__(self) -> str:
+        now = self._now()
+        if now is None or self.start is None:
+            return "not known"
+        wall, busy, own = (b - a for a, b in zip(self.start, now, strict=True))
+        return f"other processes used {max(busy - own, 0) / wall:.2f} cores on average"
+
+
+def conditions(module: str, **more: object) -> dict[str, str]:
+    """What must be known to make the numbers again."""
+    command = shlex.join(["python", "-m", module, *sys.argv[1:]])
+    return {
+        "command": command,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "espformer": espformer.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu": processor(),
+        "threads": str(torch.get_num_threads()),
+        **{key: str(value) for key, value in more.items()},
+    }
+
+
+def print_table(rows: Sequence[Row], stated: dict[str, str]) -> None:
+    lines = [header(), *([str(cell) for cell in astuple(row)] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    for number, line in enumerate(lines):
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
+        if number == 0:
+            print("  ".join("-" * width for width in widths))
+    print()
+    for key, value in stated.items():
+        print(f"{key}: {value}")
+
+
+def write_results(name: str, title: str, rows: Sequence[Row], stated: dict[str, str]) -> list[Path]:
+    """``results/name.md`` for people and ``results/name.csv`` for programs."""
+    RESULTS.mkdir(exist_ok=True)
+    markdown, table = RESULTS / f"{name}.md", RESULTS / f"{name}.csv"
+    cells = [[str(cell) for cell in astuple(row)] for row in rows]
+    lines = [f"# {title}", ""]
+    lines += [f"- {key}: {value}" for key, value in stated.items()]
+    lines += ["", f"| {' | '.join(header())} |", f"|{'---|' * len(header())}"]
+    lines += [f"| {' | '.join(line)} |" for line in cells]
+    markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with table.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow([*header(), *stated])
+        writer.writerows([*line, *stated.values()] for line in cells)
+    return [markdown, table]

@@ -1,0 +1,68 @@
+"""Peak memory of one forward and backward: ``python -m benchmarks.memory --help``.
+
+A process of its own, because a peak never falls: what ran before would count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Memory(NamedTuple):
+    """Gigabytes (10⁹ bytes) of resident memory."""
+
+    baseline: float  # with torch loaded and the inputs made, before the first call
+    peak: float  # the largest until the backward was done
+
+    @property
+    def added(self) -> float:
+        return self.peak - self.baseline
+
+
+def peak_memory(tokens: int, slices: int, width: int, **options: str) -> Memory:
+    """Measures in a fresh process."""
+    arguments = {"tokens": tokens, "slices": slices, "width": width, **options}
+    command = [sys.executable, "-m", "benchmarks.memory"]
+    command += [f"--{key}={value}" for key, value in arguments.items()]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
+    return Memory(**json.loads(done.stdout))
+
+
+def resident_peak() -> float:
+    """The largest resident memory of this process so far."""
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would also count the process that started this one
+        line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024 / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
+    for name, default in (("tokens", 32_768), ("slices", 16), ("width", 64), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--metric", default="absolute")
+    parser.add_argument("--balance", default="rows")
+    options = parser.parse_args()
+
+    from benchmarks.cpu import Setting
+
+    setting = Setting(
+        options.tokens, options.slices, options.width, options.metric, options.balance, options.seed
+    )
+    inputs = setting.inputs()
+    baseline = resident_peak()
+    setting.run("linear", inputs)
+    print(json.dumps({"baseline": baseline, "peak": resident_peak()}))
+
+
+if __name__ == "__main__":
+    main()

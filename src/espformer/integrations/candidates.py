@@ -1,0 +1,123 @@
+"""What all integrations share: an attention module that was found, and how classes are swapped."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+from torch import Tensor, nn
+
+from espformer.nn import Differential, Mechanism
+
+__all__ = ["CAUSAL", "CROSS", "Candidate", "Converted", "bind", "restore_class", "swap_class"]
+
+# Where a converted module keeps its mechanism: the prefix of its extra keys in a state dict.
+MECHANISM = "mechanism"
+
+CAUSAL = "causal: a causal matrix whose rows and columns sum to one is the identity"
+CROSS = "cross-attention (pass cross=True to convert it too)"
+
+
+@dataclass
+class Candidate:
+    """An attention module of a model.
+
+    Attributes:
+        name: its name in the model.
+        module: the module.
+        heads: number of heads, None if unknown.
+        head_dim: width of a head.
+        cross: whether queries and keys come from different tokens.
+        refusal: why it cannot be converted, None if it can.
+        scale: the factor on the scores, None if it is ``head_dim ** -0.5``.
+        convert: puts a bound mechanism in place.
+    """
+
+    name: str
+    module: nn.Module
+    heads: int | None = None
+    head_dim: int = 0
+    cross: bool = False
+    refusal: str | None = None
+    scale: float | None = None
+    convert: Callable[["Candidate", Mechanism], None] | None = None
+
+    @property
+    def kind(self) -> str:
+        original = getattr(type(self.module), "original", type(self.module))
+        return str(original.__name__)
+
+
+def bind(candidate: Candidate, mechanism: Mechanism, depth: int) -> Mechanism:
+    """A copy of the mechanism with the sizes, the scale, the device and the mode of a module."""
+    assert candidate.heads is not None
+    bound = mechanism.bind(candidate.heads, candidate.head_dim, depth=depth)
+    inner = bound
+    while isinstance(inner, Differential):
+        inner = inner.base
+    if candidate.scale is not None and getattr(inner, "scale", 0.0) is None:
+        inner.scale = candidate.scale  # type: ignore[assignment]
+    weight = next((p for p in candidate.module.parameters()), None)
+    if weight is not None:
+        bound = bound.to(weight.device)
+    return bound.train(candidate.module.training)
+
+
+def unusual_scale(scale: float | None, head_dim: int) -> float | None:
+    """The scale where it is not what a mechanism takes by itself."""
+    usual = scale is None or abs(scale - head_dim**-0.5) < 1e-9
+    return None if usual else scale
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """``(batch, tokens, width)`` to ``(batch, heads, tokens, head_dim)``."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+class Converted:
+    """A class that stands before the class of a converted module and overrides its forward.
+
+    The module stays the object that it was: its parameters, hooks, name and type are kept.
+    Copies and pickles of it are converted too.
+    """
+
+    original: ClassVar[type[nn.Module]]
+    replacement: ClassVar[type["Converted"]]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _blank, (self.replacement, self.original), self.__getstate__()
+
+
+_CLASSES: dict[tuple[type, type], type] = {}
+
+
+def _converted_class(replacement: type, original: type) -> type:
+    """The one class of this replacement before this original."""
+    if (replacement, original) not in _CLASSES:
+        names = {"original": original, "replacement": replacement}
+        _CLASSES[replacement, original] = type(
+            f"Converted{original.__name__}",
+            (replacement, original),
+            names | {"__module__": replacement.__module__},
+        )
+    return _CLASSES[replacement, original]
+
+
+def _blank(replacement: type[Converted], original: type[nn.Module]) -> nn.Module:
+    cls = _converted_class(replacement, original)
+    return cast(nn.Module, object.__new__(cls))
+
+
+def swap_class(module: nn.Module, replacement: type[Converted], mechanism: Mechanism) -> None:
+    """Let the replacement compute this module's output from now on, with the mechanism."""
+    original = getattr(type(module), "original", type(module))
+    module.__class__ = _converted_class(replacement, original)
+    setattr(module, MECHANISM, mechanism)
+
+
+def restore_class(module: nn.Module) -> bool:
+    """Undo :func:`swap_class`; False if there is nothing to undo."""
+    if not isinstance(module, Converted):
+        return False
+    module.__class__ = cast(Any, type(module).original)
+    delattr(module, MECHANISM)
+    return True

@@ -1,0 +1,175 @@
+"""Models as graphs: ``torch.export`` and ONNX, for batches and lengths of any size.
+
+A hardened model is sorts, gathers and matrix products, all of which ONNX has. A soft one is written
+in its dense form, whose graph serves every length but holds a matrix for every slice: harden models
+before they are shipped, or keep the sequences short.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from espformer.nn import ESP
+
+__all__ = ["export_onnx", "export_program"]
+
+Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
+
+
+def export_program(
+    model: nn.Module,
+    example_inputs: Inputs,
+    *,
+    dynamic_batch: bool = True,
+    dynamic_length: bool = True,
+    dynamic_shapes: Any = None,
+) -> torch.export.ExportedProgram:
+    """A model as a graph of ``torch.export``, in evaluation mode.
+
+    Args:
+        model: any model; its ESP attention may be hard or soft.
+        example_inputs: a tensor, a tuple of arguments, or a dictionary of named ones. Batch and
+            length must be at least 2, since a size of 1 is taken for a constant.
+        dynamic_batch: let the first dimension of every tensor vary.
+        dynamic_length: let the second one vary too, in tensors of two or three dimensions: tokens,
+            their embeddings and their masks. Images keep their size.
+        dynamic_shapes: says which sizes vary, in the form of ``torch.export.export``, instead of
+            the two above.
+    """
+    arguments, named = _arguments(example_inputs)
+    if dynamic_shapes is None:
+        names = inspect.signature(model.forward).parameters
+        inputs = dict(zip(names, arguments, strict=False)) | named
+        dynamic_shapes = {
+            name: _sizes(name, x, dynamic_batch, dynamic_length) for name, x in inputs.items()
+        }
+    with _for_export(model), torch.no_grad():
+        return torch.export.export(
+            model, arguments, named, dynamic_shapes=dynamic_shapes, strict=False
+        )
+
+
+def export_onnx(
+    model: nn.Module,
+    example_inputs: Inputs,
+    path: str | Path,
+    *,
+    dynamic_batch: bool = True,
+    dynamic_length: bool = True,
+    dynamic_shapes: Any = None,
+    tolerance: float | None = 1e-4,
+) -> Path:
+    """Write a model as an ONNX file, and check it against the model on the example.
+
+    Args:
+        model, example_inputs, dynamic_batch, dynamic_length, dynamic_shapes: as in
+            :func:`export_program`.
+        path: of the file.
+        tolerance: how far the file's outputs may be from the model's; checked if onnxruntime is
+            installed. None leaves the check out.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: the file computes something else than the model.
+    """
+    program = export_program(
+        model,
+        example_inputs,
+        dynamic_batch=dynamic_batch,
+        dynamic_length=dynamic_length,
+        dynamic_shapes=dynamic_shapes,
+    )
+    try:
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "export_onnx needs onnx and onnxscript: pip install 'espformer[onnx]'"
+        ) from error
+    path = Path(path)
+    onnx_program = torch.onnx.export(
+        program,
+        dynamo=True,
+        verbose=False,
+        custom_translation_table={torch.ops.aten.sort.stable: _stable_sort},
+    )
+    assert onnx_program is not None
+    onnx_program.save(path)
+    if tolerance is not None:
+        _check(model, example_inputs, path, tolerance)
+    return path
+
+
+def _stable_sort(self: Any, stable: Any = None, dim: int = -1, descending: bool = False) -> Any:
+    """A stable sort in ONNX's operators: where values are equal, TopK takes the lower index."""
+    from onnxscript import opset18 as op
+
+    size = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]), axis=0)
+    return op.TopK(self, size, axis=dim, largest=int(descending), sorted=1)
+
+
+@contextlib.contextmanager
+def _for_export(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode, with implementations whose graphs do not depend on the sizes."""
+    training = {module: module.training for module in model.modules()}
+    backends = {module: module.backend for module in model.modules() if isinstance(module, ESP)}
+    try:
+        model.eval()
+        for mechanism in backends:
+            # The linear-time soft sort cuts a sequence into chunks: a graph of it has one length.
+            mechanism.backend = "linear" if mechanism.hard else "dense"
+        yield
+    finally:
+        for mechanism, backend in backends.items():
+            mechanism.backend = backend
+        for module, mode in training.items():
+            module.training = mode
+
+
+def _arguments(example_inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, Tensor):
+        return (example_inputs,), {}
+    return tuple(example_inputs), {}
+
+
+def _sizes(name: str, x: Any, batch: bool, length: bool) -> dict[int, Any] | None:
+    if not isinstance(x, Tensor):
+        return None
+    dynamic = [0] if batch and x.dim() else []
+    dynamic += [1] if length and x.dim() in (2, 3) else []
+    for dimension in dynamic:
+        if x.shape[dimension] < 2:
+            raise ValueError(
+                f"export: {name} of shape {tuple(x.shape)} is too small an example: sizes that may "
+                "vary must be at least 2 in it, since a size of 1 is taken for a constant"
+            )
+    return dict.fromkeys(dynamic, torch.export.Dim.DYNAMIC)
+
+
+def _check(model: nn.Module, example_inputs: Inputs, path: Path, tolerance: float) -> None:
+    try:
+        import onnxruntime
+    except ImportError:
+        return
+    arguments, named = _arguments(example_inputs)
+    with _for_export(model), torch.no_grad():
+        expected = torch.utils._pytree.tree_leaves(model(*arguments, **named))
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    tensors = [x for x in (*arguments, *named.values()) if isinstance(x, Tensor)]
+    names = [x.name for x in session.get_inputs()]
+    feeds = {name: x.cpu().numpy() for name, x in zip(names, tensors, strict=True)}
+    for index, (found, wanted) in enumerate(zip(session.run(None, feeds), expected, strict=True)):
+        error = (torch.from_numpy(found) - wanted.cpu()).abs().max().item()
+        if not error <= tolerance:
+            raise ValueError(
+                f"export_onnx: output {index} of {path} is {error:.2e} away from the model's on "
+                f"the example, more than {tolerance:.0e}"
+            )

@@ -1,0 +1,62 @@
+"""A mechanism as a dictionary that a configuration file can hold, and back."""
+
+import inspect
+from typing import Any
+
+from espformer.nn import ESP, Differential, Mechanism, Sinkhorn, Softmax
+
+__all__ = ["mechanism_from_settings", "settings_of"]
+
+MECHANISMS: dict[str, type[Mechanism]] = {
+    cls.__name__: cls for cls in (ESP, Differential, Sinkhorn, Softmax)
+}
+# Arguments that a mechanism keeps under another name.
+_KEPT_AS = {"sort_temperature": "_sort_temperature", "slicer": "slicer_kind"}
+_KEPT_AS["lambda_init"] = "lambda_schedule"
+
+
+def settings_of(mechanism: Mechanism) -> dict[str, Any] | None:
+    """The arguments that make this mechanism again, or None if a dictionary cannot hold them.
+
+    Only what differs from the defaults is named.
+
+    Example:
+        >>> settings_of(ESP(0.3, hard=True))
+        {'name': 'ESP', 'sort_temperature': 0.3, 'hard': True}
+    """
+    cls = type(mechanism)
+    if MECHANISMS.get(cls.__name__) is not cls:
+        return None
+    settings: dict[str, Any] = {"name": cls.__name__}
+    for argument, parameter in inspect.signature(cls).parameters.items():
+        value = getattr(mechanism, _KEPT_AS.get(argument, argument))
+        if isinstance(value, Mechanism):
+            value = settings_of(value)
+            if value is None:
+                return None
+        elif argument == "slicer" and value == "given":
+            return None
+        if value != parameter.default:
+            settings[argument] = value
+    return settings
+
+
+def mechanism_from_settings(settings: dict[str, Any]) -> Mechanism:
+    """The mechanism that a dictionary describes: ``name`` is its class, the rest its arguments.
+
+    Example:
+        >>> mechanism_from_settings({"name": "Sinkhorn", "iterations": 5})
+        Sinkhorn(iterations=5, epsilon=1.0)
+    """
+    arguments = dict(settings)
+    name = arguments.pop("name", "ESP")
+    if name not in MECHANISMS:
+        raise ValueError(
+            f"settings of a mechanism: name must be one of {', '.join(MECHANISMS)}, got {name!r}"
+        )
+    if isinstance(arguments.get("base"), dict):
+        arguments["base"] = mechanism_from_settings(arguments["base"])
+    try:
+        return MECHANISMS[name](**arguments)
+    except TypeError as error:
+        raise ValueError(f"settings of a mechanism: {error}") from error

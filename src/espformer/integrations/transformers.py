@@ -1,0 +1,296 @@
+"""Mechanisms inside models of transformers, through its registry of attention functions.
+
+Importing this module registers the name ``"espformer"``, for attention and for masks: without the
+second, transformers would hand over no mask and padded tokens would take part.
+
+Two ways to use it. ``espformer.convert(model, mechanism)`` gives every chosen attention module a
+mechanism of its own, with its parameters;
+:func:`espformer.integrations.pretrained.load_pretrained` loads what ``save_pretrained`` saved of
+such a model. Without it, for mechanisms that have no parameters::
+
+    import espformer.integrations.transformers
+    config = AutoConfig.from_pretrained(name)
+    config.espformer = {"name": "ESP", "sort_temperature": 0.3}   # the default is ESP()
+    model = AutoModel.from_pretrained(name, config=config, attn_implementation="espformer")
+
+``config.espformer`` holds the class of the mechanism, its arguments, and optionally ``cross``, as
+in :func:`espformer.convert`. Causal self-attention of an encoder-decoder model keeps softmax; a
+model that is causal throughout is refused.
+"""
+
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from espformer.integrations.candidates import CAUSAL, MECHANISM, Candidate, unusual_scale
+from espformer.integrations.settings import mechanism_from_settings, settings_of
+from espformer.nn import Mechanism
+
+__all__ = ["attention", "find", "padding_mask", "revert"]
+
+NAME = "espformer"
+_PLACE = "_espformer_place"
+_CROSS_NAMES = {"crossattention", "cross_attn", "encoder_attn", "cross_attention"}
+_HEADS = ("num_attention_heads", "num_heads", "n_heads")
+_HEAD_DIM = ("head_dim", "attention_head_size")
+
+
+@dataclass
+class _Place:
+    """What a module is in a converted model."""
+
+    base: str  # the attention function that the model had
+    cross: bool
+    converted: bool
+    settings_before: dict[str, Any] | None
+    group: list["_Place"]  # all modules that share one configuration
+
+
+def find(name: str, module: nn.Module, parent: nn.Module | None) -> Candidate | None:
+    """The module as a candidate, if it computes its attention through the registry."""
+    if not _uses_registry(module):
+        return None
+    heads, head_dim = _heads(module), _first(module, *_HEAD_DIM)
+    return Candidate(
+        name,
+        module,
+        heads,
+        head_dim or 0,
+        cross=_is_cross(name, module),
+        refusal=_refusal(module),
+        scale=unusual_scale(_first(module, "scaling", "scale"), head_dim or 1),
+        convert=_convert,
+    )
+
+
+def _uses_registry(module: nn.Module) -> bool:
+    forward = inspect.unwrap(type(module).forward)
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    known = hasattr(getattr(module, "config", None), "_attn_implementation")
+    return known and "ALL_ATTENTION_FUNCTIONS" in names
+
+
+def _refusal(module: nn.Module) -> str | None:
+    if getattr(module, "is_causal", True):
+        return CAUSAL
+    if _heads(module) is None or _first(module, *_HEAD_DIM) is None:
+        return "its number of heads or their width could not be found"
+    arguments = inspect.signature(inspect.unwrap(type(module).forward)).parameters
+    if "position_bias" in arguments or hasattr(module, "has_relative_attention_bias"):
+        return "adds a bias of positions to scores, which this attention does not have"
+    if getattr(module, "sliding_window", None):
+        return "local: queries see a window of keys, so the matrix has other marginals"
+    return None
+
+
+def _is_cross(name: str, module: nn.Module) -> bool:
+    """Classes used for both say whose part they are: the causal one of a decoder is the other."""
+    in_decoder = getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True)
+    named = "CrossAttention" in type(module).__name__ or bool(_CROSS_NAMES & set(name.split(".")))
+    return named or bool(in_decoder)
+
+
+def _first(holder: Any, *names: str) -> Any:
+    return next((getattr(holder, n) for n in names if getattr(holder, n, None) is not None), None)
+
+
+def _heads(module: nn.Module) -> Any:
+    heads = _first(module, *_HEADS)
+    return _first(module.config, *_HEADS) if heads is None else heads
+
+
+def _convert(candidate: Candidate, mechanism: Mechanism) -> None:
+    setattr(candidate.module, MECHANISM, mechanism)
+
+
+def describe(model: nn.Module, converted: list[Candidate]) -> None:
+    """Tell the modules and the configurations of a model what was converted."""
+    chosen = {id(c.module) for c in converted if _uses_registry(c.module)}
+    configs = {id(c.module.config): c.module.config for c in converted if id(c.module) in chosen}
+    entries: dict[int, dict[str, Any]] = {}
+    groups: dict[int, list[_Place]] = {}
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        if id(config) not in configs or not _uses_registry(module):
+            continue
+        place = module.__dict__.get(_PLACE)
+        if place is None:
+            implementation = cast(Any, config)._attn_implementation or "eager"
+            base = "sdpa" if implementation == NAME else implementation
+            before = getattr(config, NAME, None)
+            group = groups.setdefault(id(config), [])
+            place = _Place(base, _is_cross(name, module), False, before, group)
+            group.append(place)
+            module.__dict__[_PLACE] = place
+        place.converted = place.converted or id(module) in chosen
+        entry = entries.setdefault(id(config), {"base": place.base, "modules": {}})
+        if place.converted:
+            entry["modules"][name] = settings_of(cast(Mechanism, getattr(module, MECHANISM)))
+    for key, config in configs.items():
+        setattr(config, NAME, entries[key])
+        cast(Any, config)._attn_implementation_internal = NAME
+
+
+def revert(module: nn.Module) -> bool:
+    """Put the original computation back; False if it is there already."""
+    place = module.__dict__.get(_PLACE)
+    if place is None or not place.converted:
+        return False
+    place.converted = False
+    delattr(module, MECHANISM)
+    return True
+
+
+def finish(model: nn.Module) -> None:
+    """Give the configurations of a reverted model their attention back."""
+    for module in model.modules():
+        place = module.__dict__.get(_PLACE)
+        # Part of a model may have been reverted: the rest goes on.
+        if place is not None and not any(other.converted for other in place.group):
+            del module.__dict__[_PLACE]
+            config = cast(Any, module.config)
+            config._attn_implementation_internal = place.base
+            if place.settings_before is not None:
+                setattr(config, NAME, place.settings_before)
+            elif hasattr(config, NAME):
+                delattr(config, NAME)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What transformers calls: ``(batch, heads, tokens, head_dim)`` to (output, matrix or None)."""
+    mechanism, cross, base = _mechanism_of(module)
+    if mechanism is None:
+        mask = _base_mask(base, attention_mask, query, key)
+        options |= {"scaling": scaling, "dropout": dropout}
+        output, weights = _base_attention(module, base)(module, query, key, value, mask, **options)
+        return output, weights
+    for refused in ("position_bias", "softcap", "sliding_window", "is_causal"):
+        if options.get(refused):
+            raise ValueError(
+                f"espformer: {type(module).__name__} asks for {refused}, which this attention does "
+                "not have; leave the module out with convert(..., where=...)"
+            )
+    if key.shape[1] != query.shape[1]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    masks: dict[str, Tensor | None] = {"key_mask": _key_mask(attention_mask, module, key)}
+    if cross and masks["key_mask"] is not None:
+        # Without it, keys as many as the queries would lend them their mask.
+        every = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
+        masks["query_mask"] = every
+    output = mechanism(query, key, value, **masks).transpose(1, 2).contiguous()
+    shown = options.get("output_attentions") or getattr(module.config, "output_attentions", False)
+    return output, mechanism.matrix(query, key, **masks) if shown else None
+
+
+def _mechanism_of(module: nn.Module) -> tuple[Mechanism | None, bool, str]:
+    """The module's mechanism (None: it keeps its own attention), is it cross, and its own."""
+    place = module.__dict__.get(_PLACE)
+    if place is not None:
+        mechanism = cast(Mechanism, getattr(module, MECHANISM)) if place.converted else None
+        return mechanism, place.cross, place.base
+    config = cast(Any, module.config)
+    settings = dict(getattr(config, NAME, None) or {})
+    if "modules" in settings:
+        raise ValueError(
+            f"espformer: the configuration of this {type(module).__name__} is that of a converted "
+            "model, but this module was not there. Load a saved model with espformer.integrations."
+            "pretrained.load_pretrained, and convert a whole model, with where=..., not a part"
+        )
+    with_cross, cross, refusal = (
+        settings.pop("cross", False),
+        _is_cross("", module),
+        _refusal(module),
+    )
+    other = refusal == CAUSAL or (cross and not with_cross)
+    if other and getattr(config, "is_encoder_decoder", False):
+        return None, cross, "sdpa"
+    if refusal is not None:
+        raise ValueError(f'attn_implementation="espformer": {type(module).__name__} is {refusal}')
+    made = module.__dict__.get("_espformer_made")
+    if made is None or made[0] != settings:
+        mechanism = mechanism_from_settings(settings)
+        if mechanism.extra_parameters(_heads(module), _first(module, *_HEAD_DIM)):
+            raise ValueError(
+                f"config.espformer = {settings} describes a mechanism with parameters, for which a "
+                "configuration makes no place: use espformer.convert(model, mechanism)"
+            )
+        made = module.__dict__["_espformer_made"] = (settings, mechanism)
+    return made[1].train(module.training), cross, "sdpa"
+
+
+def _key_mask(mask: Tensor | None, module: nn.Module, key: Tensor) -> Tensor | None:
+    """``(batch, M)``, True = takes part."""
+    if mask is None or mask.dim() == 2:
+        return None if mask is None else mask.bool()
+    if mask.dim() == 4 and mask.shape[1:3] == (1, 1):
+        row = mask[:, 0, 0]
+        return row if row.dtype == torch.bool else row == 0
+    raise ValueError(
+        f"espformer: {type(module).__name__} got a mask of (query, key) pairs, of shape "
+        f"{tuple(mask.shape)}. Only padding can be masked: pass attention_mask as (batch, tokens). "
+        "Causal and local attention keep softmax: leave them out with convert(..., where=...)"
+    )
+
+
+def padding_mask(
+    *, mask_function: Any, attention_mask: Tensor | None = None, config: Any = None, **options: Any
+) -> Tensor | None:
+    """What transformers calls to make masks: ``(batch, tokens)``, True = takes part, or None.
+
+    Masks of pairs are made as the model made them before, for the modules that keep its attention,
+    but always: with None for a causal mask, a converted module could not know that it is causal.
+    """
+    if mask_function is not bidirectional_mask_function:
+        settings = getattr(config, NAME, None) or {}
+        make = ALL_MASK_ATTENTION_FUNCTIONS[settings.get("base", "sdpa")]
+        options |= {"attention_mask": attention_mask, "config": config}
+        mask = make(mask_function=mask_function, **options | {"allow_is_causal_skip": False})
+        return cast(Tensor | None, mask)
+    if attention_mask is None:
+        return None
+    mask = attention_mask[:, -options["kv_length"] :].bool()
+    nothing = not torch.compiler.is_compiling() and mask.device.type == "cpu" and bool(mask.all())
+    return None if nothing else mask
+
+
+def _base_mask(base: str, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """The mask that the model's own attention takes, from one of padding."""
+    if mask is None or mask.dim() != 2 or base not in ALL_MASK_ATTENTION_FUNCTIONS:
+        return mask
+    made = ALL_MASK_ATTENTION_FUNCTIONS[base](
+        batch_size=query.shape[0],
+        q_length=query.shape[2],
+        kv_length=key.shape[2],
+        mask_function=bidirectional_mask_function,
+        attention_mask=mask,
+        allow_is_causal_skip=False,
+        dtype=query.dtype,
+        device=query.device,
+    )
+    return cast(Tensor | None, made)
+
+
+def _base_attention(module: nn.Module, base: str) -> Any:
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(base, eager)
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, padding_mask)
