@@ -1,6 +1,7 @@
 """How attention is called: shapes, defaults, backends, memory layouts, torch.compile."""
 
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -146,10 +147,12 @@ def test_temperature_as_number_and_as_tensor():
     expected = esp_attention(query, key, value, sort_temperature=0.25)
     for t in (torch.tensor(0.25), torch.full((3,), 0.25), torch.full((2, 1), 0.25)):
         torch.testing.assert_close(esp_attention(query, key, value, sort_temperature=t), expected)
-    own = torch.tensor([0.1, 0.25, 2.0])
-    out = esp_attention(query, key, value, sort_temperature=own)
-    torch.testing.assert_close(out[:, 1], expected[:, 1])
-    assert not torch.allclose(out[:, 0], expected[:, 0])
+    for own in (torch.tensor([0.1, 0.25, 2.0]), torch.rand(2, 3) + 0.05):
+        out = esp_attention(query, key, value, sort_temperature=own)
+        for b, h in itertools.product(range(2), range(3)):
+            alone = [x[b, h] for x in (query, key, value)]
+            t = float(own.expand(2, 3)[b, h])
+            torch.testing.assert_close(out[b, h], esp_attention(*alone, sort_temperature=t))
 
 
 def test_slices_per_head():
