@@ -30,7 +30,7 @@ def encoder(layers: int = 12) -> nn.Module:
         (re.compile(r"layers\.1\d\."), [10, 11]),
         (lambda name, module: name.endswith("2.self_attn"), [2]),
     ],
-    ids=str,
+    ids=["range", "name", "prefix", "suffix", "whole", "regex", "callable"],
 )
 def test_where_chooses_layers(where, chosen):
     model = espformer.convert(encoder(), ESP(), where=where)
