@@ -163,5 +163,5 @@ def test_values_wider_than_keys(heads: int) -> None:
     # The norm is over the joined value of a pair: its mean square is one, times (1 - λ₀)².
     joined = out if heads == 1 else out.unflatten(1, (-1, 2)).transpose(2, 3).flatten(-2)
     torch.testing.assert_close(
-        joined.square().mean(-1), torch.full(joined.shape[:-1], 0.25), rtol=1e-3, atol=0
+        joined.square().mean(-1), torch.full(joined.shape[:-1], 0.25), rtol=1e-2, atol=0
     )
