@@ -20,6 +20,7 @@ from espformer.training.runner import execute
 EXPERIMENTS = {
     "mnist-patch-size", "cats-dogs", "cats-dogs-anneal", "cats-dogs-slicers", "imdb", "tweeteval",
     "iwslt14", "iwslt14-plug-and-play", "modelnet40-set", "modelnet40-pct", "runtime", "digits",
+    "mnist-hypotheses", "mnist-hardening",
 }  # fmt: skip
 
 # t, τ, ε, S, λ, learning rate, batch size, epochs, milestones: the tables of appendix C.
@@ -164,11 +165,18 @@ SMALL = {
     },
 }  # fmt: skip
 
+# Rows that differ from others of their recipe in a number alone.
+ALIKE = {
+    "learnable-1", "learnable-32", "learnable-64", "frozen-8", "frozen-64",
+    "squared-0.01", "squared-0.1", "squared-1", "absolute-0.03", "absolute-0.1", "absolute-1",
+    "balanced-0.001", "learnt-from-0.1", "learnt-from-10", "only-harden", "anneal-soft",
+}  # fmt: skip
+
 CASES = [
     (name, label)
     for name in sorted(EXPERIMENTS - {"digits", "runtime"})
     for label in load_recipe(name).mechanisms
-    if label not in ("learnable-1", "learnable-32", "learnable-64", "frozen-8", "frozen-64")
+    if label not in ALIKE
 ]
 
 
