@@ -18,7 +18,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 PYTEST := $(ONE_THREAD) MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS) -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow lint format demo bench clean
+.PHONY: help setup test test-slow lint format demo bench bench-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ demo: $(STAMP) ## run the demonstration; its pictures go to demo-output/
 
 bench: $(STAMP) ## time the mechanisms on this machine's CPU
 	$(BIN)/python -m benchmarks.cpu
+
+bench-gpu: $(STAMP) ## time the kernels and their peers on a GPU; results go to benchmarks/results/
+	$(BIN)/python -m espformer.cli bench musts paper long
 
 clean: ## remove caches, build products and demo-output/ (keeps .venv)
 	rm -rf build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -14,6 +14,8 @@ except ModuleNotFoundError as missing:
         f'the command line needs {missing.name}: pip install "espformer[train]"'
     ) from None
 
+from espformer.commands.bench import bench
+
 __all__ = ["app", "main"]
 
 app = typer.Typer(
@@ -305,6 +307,9 @@ def plot(
         results = collect(recipe, output)
         path = plot_experiment(recipe, results, to or output / recipe.name / "scores.png")
     print(path)
+
+
+app.command()(bench)
 
 
 def _seeds(text: str | None) -> list[int] | None:

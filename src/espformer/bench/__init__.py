@@ -1,0 +1,12 @@
+"""One registry of attentions, timed only where they are right: what ``espformer bench`` runs.
+
+- :mod:`espformer.bench.cases`: what is measured: an operator, its backend, a mode, the sizes;
+- :mod:`espformer.bench.operators`: ESP attention by backend, and its peers;
+- :mod:`espformer.bench.exact`: the float64 results that every row is checked against;
+- :mod:`espformer.bench.clock`: medians of milliseconds, replayed graphs, peak memory;
+- :mod:`espformer.bench.runner`: one row after the other, within a budget of time;
+- :mod:`espformer.bench.suites`: the tables; :mod:`espformer.bench.musts`: those with targets;
+- :mod:`espformer.bench.report`: CSV, markdown and plot, with the conditions.
+
+A row whose error is too large has no time: a wrong result is not fast.
+"""

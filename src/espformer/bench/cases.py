@@ -1,0 +1,90 @@
+"""What is measured, and what was found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+__all__ = ["MODES", "Case", "Measurement", "largest_error"]
+
+MODES = ("forward", "forward+backward")
+
+# Largest error of 16-bit and of float32 results, relative, in the Frobenius norm of the output and
+# of every gradient. Peers are held to a wider one: it shall catch mistakes, not their rounding.
+TOLERANCES = {"bfloat16": 5e-3, "float16": 5e-3, "float32": 2e-5, "float64": 1e-9}
+PEER_FACTOR = 10
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: an operator at a size. `heads` is batch × heads: both are only many problems."""
+
+    operator: str
+    backend: str
+    mode: str = "forward"
+    tokens: int = 1024
+    heads: int = 64
+    width: int = 64
+    slices: int | None = None  # `width` of them unless given
+    dtype: str = "bfloat16"
+    seed: int = 0
+
+    @property
+    def backward(self) -> bool:
+        return self.mode != "forward"
+
+    @property
+    def slice_count(self) -> int:
+        return self.width if self.slices is None else self.slices
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return 1, self.heads, self.tokens, self.width
+
+    def inputs(self, device: torch.device) -> list[Tensor]:
+        """Queries, keys, values and an upstream gradient, the same for every operator."""
+        generator = torch.Generator(device).manual_seed(self.seed)
+        dtype = getattr(torch, self.dtype)
+        return [
+            torch.randn(self.shape, generator=generator, device=device, dtype=torch.float32).to(
+                dtype
+            )
+            for _ in range(4)
+        ]
+
+    def shrunk(self, factor: int) -> Case:
+        """The same with `factor` times fewer tokens and heads, to try things out."""
+        tokens, heads = max(4, self.tokens // factor), max(2, self.heads // factor)
+        return replace(self, tokens=tokens, heads=min(self.heads, heads))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a case took; numbers that could not be had are NaN."""
+
+    case: Case
+    milliseconds: float = math.nan  # median of calls, as a program would make them
+    graph_milliseconds: float = (
+        math.nan
+    )  # median of replays of a CUDA graph: no launches from Python
+    peak_mb: float = math.nan  # 10⁶ bytes: inputs, outputs and everything between
+    error: float = math.nan
+    status: str = "ok"
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+
+def largest_error(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+    """The largest ``‖got - want‖ / ‖want‖`` of two lists of tensors; NaN stays NaN."""
+    tiny = torch.finfo(torch.float64).tiny
+    errors = [
+        (a.double() - b.double()).norm() / b.double().norm().clamp(min=tiny)
+        for a, b in zip(got, want, strict=True)
+    ]
+    return float(torch.stack(errors).detach().max())

@@ -1,0 +1,85 @@
+"""Clocks: medians of calls and of replayed CUDA graphs, and the peak of the memory."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+__all__ = ["graph_milliseconds", "milliseconds", "peak_megabytes", "seconds_once"]
+
+Call = Callable[[], object]
+
+# More than any second-level cache: written between calls, so that none finds its inputs there.
+FLUSH_BYTES = 256 << 20
+FEWEST, MOST = 5, 50
+
+
+def seconds_once(call: Call, device: torch.device) -> float:
+    """One call from beginning to end."""
+    _wait(device)
+    start = time.perf_counter()
+    call()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def milliseconds(call: Call, device: torch.device, estimate: float, budget: float) -> float:
+    """Median of as many calls as fit in `budget` seconds when one takes `estimate` seconds."""
+    repeats = max(1 if estimate > budget / FEWEST else FEWEST, min(MOST, int(budget / estimate)))
+    if device.type == "cuda":
+        return _event_milliseconds(call, repeats)
+    return median(1e3 * seconds_once(call, device) for _ in range(repeats))
+
+
+def graph_milliseconds(call: Call, repeats: int = 20) -> float:
+    """Median of replays of the call captured as a CUDA graph; NaN where it cannot be captured."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            call()
+        return _event_milliseconds(graph.replay, repeats)
+    except RuntimeError:
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize()
+        return math.nan
+    finally:
+        del graph
+
+
+def peak_megabytes(call: Call, device: torch.device, inputs: int) -> float:
+    """10⁶ bytes at the peak of a call, with `inputs` bytes of inputs; NaN on a CPU."""
+    if device.type != "cuda":
+        return math.nan
+    _wait(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    _wait(device)
+    return (torch.cuda.max_memory_allocated(device) - before + inputs) / 1e6
+
+
+def _event_milliseconds(call: Call, repeats: int) -> float:
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeats)]
+    for start, end in events:
+        flush.zero_()
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return median(start.elapsed_time(end) for start, end in events)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

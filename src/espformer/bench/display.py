@@ -1,0 +1,95 @@
+"""What ``espformer bench`` shows while it runs, and its tables; needs rich, as all commands do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from espformer.bench.cases import TOLERANCES, Case, Measurement
+from espformer.bench.report import COLUMNS, VERDICT_COLUMNS, cells, verdict_cells, verdicts
+
+__all__ = ["plot", "print_tables", "progress", "told"]
+
+
+@contextmanager
+def progress(suite: str, total: int) -> Iterator[Callable[[Measurement], None]]:
+    """A bar on the error stream; yields what prints a finished row above it."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True, soft_wrap=True),
+    )
+    with bar:
+        task = bar.add_task(suite, total=total)
+
+        def show(row: Measurement) -> None:
+            bar.console.print(_line(row), highlight=False, markup=False)
+            bar.advance(task)
+
+        yield show
+
+
+def print_tables(console: Console, rows: Sequence[Measurement], stated: Mapping[str, str]) -> None:
+    """The rows, the verdicts on targets if these were measured, and the conditions."""
+    _print_aligned(console, COLUMNS, [cells(row) for row in rows])
+    judged = verdicts(rows)
+    if judged:
+        console.print()
+        _print_aligned(console, VERDICT_COLUMNS, [verdict_cells(verdict) for verdict in judged])
+    console.print()
+    for key, value in stated.items():
+        console.print(f"{key}: {value}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_aligned(console: Console, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns side by side, never wrapped: one line stays one row in a log too."""
+    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
+    for line in (header, ["-" * width for width in widths], *rows):
+        text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        console.print(text.rstrip(), highlight=False, markup=False, soft_wrap=True)
+
+
+def told(cases: Sequence[Case], row_seconds: float) -> dict[str, str]:
+    """Conditions that the cases and the options decide."""
+    dtypes = sorted({case.dtype for case in cases})
+    limits = ", ".join(f"{name} {TOLERANCES[name]:.0e}" for name in dtypes)
+    return {
+        "dtype": ", ".join(dtypes),
+        "shapes": "heads × tokens × width as in the table (heads = batch × heads), axis slices; "
+        "queries, keys, values and upstream gradient from N(0, 1)",
+        "temperatures": "absolute metric t = 0.1, squared t = 1e-3; τ = 0.1, in -mean τ = 0; "
+        "Sinkhorn ε = 1",
+        "seeds": ", ".join(str(seed) for seed in sorted({case.seed for case in cases})),
+        "times": f"medians of 5 to 50 calls in about {row_seconds / 4:g} s, second-level cache "
+        "written over before each; sorts included",
+        "error": "largest ‖difference‖ / ‖exact‖ of output and gradients against float64 (dense "
+        f"where it fits) on the first and the last head; allowed: {limits}, ten times that for "
+        "peers",
+        "peak_mb": "10⁶ bytes on the GPU: inputs, upstream gradient, results, all between",
+    }
+
+
+def plot(stem: Path, rows: Sequence[Measurement], stated: Mapping[str, str]) -> list[Path]:
+    """Time by number of tokens, if there is more than one and matplotlib is installed."""
+    if len({row.case.tokens for row in rows if row.ok}) < 2:
+        return []
+    try:
+        from espformer.bench.figure import draw
+    except ModuleNotFoundError as missing:
+        print(f'no plot: it needs {missing.name} (pip install "espformer[plots]")')
+        return []
+    return draw(stem, rows, stated)
+
+
+def _line(row: Measurement) -> str:
+    case = row.case
+    name = f"{case.operator}/{case.backend} {case.mode} N={case.tokens} heads={case.heads}"
+    if not row.ok:
+        return f"{name}: {row.status}"
+    return f"{name}: {row.milliseconds:.3f} ms, error {row.error:.1e}"

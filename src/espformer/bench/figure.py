@@ -1,0 +1,52 @@
+"""Time by number of tokens, one line for each operator and backend."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from espformer.bench.cases import MODES, Measurement
+from espformer.plots.style import SERIES, figure_style, headline, save_figure
+
+__all__ = ["draw"]
+
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+def draw(stem: Path, rows: Sequence[Measurement], stated: Mapping[str, str]) -> list[Path]:
+    """``stem.png`` and ``stem.svg``: a panel for each mode; only rows that are right are drawn."""
+    modes = [mode for mode in MODES if any(row.ok and row.case.mode == mode for row in rows)]
+    names = list(dict.fromkeys((row.case.operator, row.case.backend) for row in rows if row.ok))
+    most = max((row.case.heads for row in rows), default=1)
+    with figure_style():
+        figure = Figure(figsize=(4.6 * len(modes) + 1.9, 4.6), layout="constrained")
+        panels = figure.subplots(1, len(modes), squeeze=False, sharey=True)[0]
+        for axes, mode in zip(panels, modes, strict=True):
+            lines = defaultdict(list)
+            for row in rows:
+                if row.ok and row.case.mode == mode and row.case.heads == most:
+                    lines[row.case.operator, row.case.backend].append(row)
+            for name, found in lines.items():
+                index = names.index(name)
+                found.sort(key=lambda row: row.case.tokens)
+                axes.plot(
+                    [row.case.tokens for row in found], [row.milliseconds for row in found],
+                    color=SERIES[index % len(SERIES)],
+                    marker=_MARKERS[index // len(SERIES) % len(_MARKERS)],
+                    markersize=4, linewidth=1.4, label=" / ".join(name),
+                )  # fmt: skip
+            axes.set(xscale="log", yscale="log", xlabel="tokens", title=mode)
+            axes.grid(visible=True)
+        panels[0].set_ylabel("milliseconds")
+        panels[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        machine = stated.get("gpu", stated.get("cpu", ""))
+        headline(
+            figure,
+            "Time of an attention",
+            f"{machine}; torch {stated['torch']}; {stated['dtype']}; {most} heads; medians\n"
+            f"{stated['command']}",
+        )
+    return save_figure(figure, stem)

@@ -1,0 +1,164 @@
+"""Targets of the fused kernels on an H200, each with the rows that decide it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from espformer.bench.cases import Case, Measurement
+
+__all__ = ["MUSTS", "Must", "judge", "must_cases"]
+
+Found = Mapping[Case, Measurement]
+
+BOTH = "forward+backward"
+
+
+@dataclass(frozen=True)
+class Must:
+    """One target: the number that the rows give, what it must reach, and what is aimed at."""
+
+    title: str
+    cases: tuple[Case, ...]
+    value: Callable[[Sequence[Measurement]], float]
+    unit: str
+    must: float
+    aim: float
+    more_is_better: bool = False
+
+    def reaches(self, value: float, target: float) -> bool:
+        return value >= target if self.more_is_better else value <= target  # NaN reaches nothing
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A target and what was measured."""
+
+    must: Must
+    value: float
+    graph_value: float
+    verdict: str
+    error: float  # the largest of its rows
+
+
+def judge(must: Must, found: Found) -> Verdict:
+    """Met only by rows that are all right; the graph's number is shown, never judged."""
+    rows = [found[case] for case in must.cases]
+    error = max((row.error for row in rows if not math.isnan(row.error)), default=math.nan)
+    value = must.value(rows)
+    graph = must.value([_replayed(row) for row in rows])
+    if any(row.status.startswith("FAILED") for row in rows):
+        return Verdict(must, math.nan, math.nan, "FAILED: a result is wrong", error)
+    broken = [row for row in rows if not row.ok and not row.status.startswith("too slow")]
+    if math.isnan(value) and broken:
+        first = broken[0]
+        where = f"{first.case.operator}/{first.case.backend}"
+        return Verdict(must, value, graph, f"not measured ({where}: {first.status})", error)
+    if must.reaches(value, must.aim):
+        verdict = "met, and the aim"
+    elif must.reaches(value, must.must):
+        verdict = "met"
+    elif must.reaches(graph, must.must):
+        verdict = "missed (met as a CUDA graph)"
+    else:
+        verdict = "missed"
+    return Verdict(must, value, graph, verdict, error)
+
+
+def _replayed(row: Measurement) -> Measurement:
+    """The row with the time of the replayed graph as its time, where there is one."""
+    if math.isnan(row.graph_milliseconds):
+        return row
+    return Measurement(
+        row.case, row.graph_milliseconds, row.graph_milliseconds, row.peak_mb, row.error, row.status
+    )
+
+
+def _milliseconds(rows: Sequence[Measurement]) -> float:
+    return rows[0].milliseconds
+
+
+def _megabytes(rows: Sequence[Measurement]) -> float:
+    return rows[0].peak_mb
+
+
+def _times_faster(rows: Sequence[Measurement]) -> float:
+    """How much longer the second row takes than the first."""
+    return rows[1].milliseconds / rows[0].milliseconds
+
+
+def _faster_from(rows: Sequence[Measurement]) -> float:
+    """The smallest number of tokens from which every first of a pair beats the second."""
+    pairs = sorted(zip(rows[::2], rows[1::2], strict=True), key=lambda pair: pair[0].case.tokens)
+    if any(math.isnan(row.milliseconds) for pair in pairs for row in pair):
+        return math.nan
+    faster_from = math.inf
+    for ours, theirs in reversed(pairs):
+        if ours.milliseconds >= theirs.milliseconds:
+            break
+        faster_from = ours.case.tokens
+    return faster_from
+
+
+def _against(ours: str, lengths: Sequence[int], heads: int) -> tuple[Case, ...]:
+    pairs = [
+        (
+            Case(ours, "triton", tokens=n, heads=heads),
+            Case("softmax", "flash", tokens=n, heads=heads),
+        )
+        for n in lengths
+    ]
+    return tuple(case for pair in pairs for case in pair)
+
+
+_SOFT = Case("esp-mean", "triton")
+_TRAINED = Case("esp", "triton", BOTH)
+
+MUSTS: tuple[Must, ...] = (
+    Must("soft forward, τ = 0, absolute, N = 1024", (_SOFT,), _milliseconds, "ms", 0.9, 0.4),
+    Must(
+        "soft forward, τ = 0, squared, N = 1024", (Case("esp-squared-mean", "triton"),),
+        _milliseconds, "ms", 2.5, 1.0,
+    ),
+    Must("soft forward + backward, τ = 0.1, N = 1024", (_TRAINED,), _milliseconds, "ms", 4.5, 2.0),
+    Must(
+        "hard forward, τ = 0, N = 1024", (Case("esp-hard-mean", "triton"),),
+        _milliseconds, "ms", 0.30, 0.15,
+    ),
+    Must(
+        "soft forward against dense ESP, N = 1024", (_SOFT, Case("esp-mean", "dense")),
+        _times_faster, "× faster", 200, 500, more_is_better=True,
+    ),
+    Must(
+        "soft forward + backward against eager Sinkhorn S = 3, N = 1024",
+        (_TRAINED, Case("sinkhorn-3", "eager", BOTH)), _times_faster, "× faster", 2, 5,
+        more_is_better=True,
+    ),
+    Must(
+        "hard forward faster than flash attention from",
+        _against("esp-hard-mean", (4096, 16384), 64), _faster_from, "tokens", 16384, 4096,
+    ),
+    Must(
+        "soft forward faster than flash attention from, 16 heads",
+        _against("esp-mean", (16384, 65536), 16), _faster_from, "tokens", 65536, 16384,
+    ),
+    Must(
+        "forward + backward, N = 16384, 16 heads, peak memory",
+        (Case("esp", "triton", BOTH, tokens=16384, heads=16),), _megabytes, "MB", 1500, 800,
+    ),
+    Must(
+        "soft forward + backward, τ = 0.1, N = 197, 512 heads (a ViT)",
+        (Case("esp", "triton", BOTH, tokens=197, heads=512),), _milliseconds, "ms", 12, 5,
+    ),
+    Must(
+        "forward + backward, N = 1048576, one head",
+        (Case("esp", "triton", BOTH, tokens=1 << 20, heads=1),), _milliseconds, "ms",
+        math.inf, 1000,
+    ),
+)  # fmt: skip
+
+
+def must_cases() -> list[Case]:
+    """Every row that a target needs, once."""
+    return list(dict.fromkeys(case for must in MUSTS for case in must.cases))

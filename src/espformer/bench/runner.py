@@ -1,0 +1,128 @@
+"""Runs cases one after the other: checked first, then timed, within a budget of time each."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from espformer.bench import clock
+from espformer.bench.cases import Case, Measurement, largest_error
+from espformer.bench.exact import Oracle, checked_heads, results
+from espformer.bench.operators import Attention, find
+
+__all__ = ["run_cases"]
+
+# A captured graph keeps its memory, and only short calls are bound by launches.
+GRAPH_MILLISECONDS, GRAPH_MEGABYTES = 20.0, 20_000.0
+
+
+def run_cases(
+    cases: Sequence[Case],
+    device: torch.device,
+    *,
+    row_seconds: float = 3.0,
+    report: Callable[[Measurement], None] = lambda found: None,
+) -> list[Measurement]:
+    """Measure every case; one that fails in any way is a row that says how.
+
+    Args:
+        cases: what to measure, in this order.
+        device: where.
+        row_seconds: time for the calls of a row. One that would take longer, to judge by a smaller
+            one of the same operator, is not run.
+        report: called with every row when it is known.
+    """
+    oracle, rows = Oracle(cases, device), list[Measurement]()
+    for case in cases:
+        predicted = _predicted_seconds(case, rows)
+        missing = find(case).missing(device)
+        if missing is not None:
+            row = Measurement(case, status=f"skipped: {missing}")
+        elif predicted > row_seconds:
+            row = Measurement(case, status=f"too slow: about {predicted:.0f} s a call")
+        else:
+            row = _measure(case, device, oracle, row_seconds)
+        oracle.done_with(case)
+        rows.append(row)
+        report(row)
+    return rows
+
+
+def _measure(case: Case, device: torch.device, oracle: Oracle, budget: float) -> Measurement:
+    what = "no float64 result to compare with: "
+    try:
+        want = oracle(case)
+        what = ""
+        return _checked_and_timed(case, device, want, budget)
+    except torch.OutOfMemoryError:
+        status = f"{what}out of memory"
+    except Exception as error:  # a broken kernel must not hide the other rows
+        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+        status = f"error: {what}{type(error).__name__}: {lines[0][:160]}"
+    finally:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return Measurement(case, status=status)
+
+
+def _checked_and_timed(
+    case: Case, device: torch.device, want: Sequence[Tensor], budget: float
+) -> Measurement:
+    operator = find(case)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the oracle's blocks
+    attention = operator.make(case, device)
+    inputs = case.inputs(device)
+    got = results(attention, inputs, case.backward, checked_heads(case))
+    error = largest_error([x.cpu() for x in got], want)
+    del got
+    if not error <= operator.tolerance(case.dtype):
+        allowed = operator.tolerance(case.dtype)
+        return Measurement(case, error=error, status=f"FAILED: error above {allowed:.0e}")
+
+    call = _call(attention, inputs, case.backward)
+    size = sum(x.numel() * x.element_size() for x in inputs)
+    row = Measurement(case, peak_mb=clock.peak_megabytes(call, device, size), error=error)
+    estimate = clock.seconds_once(call, device)
+    row = replace(row, milliseconds=clock.milliseconds(call, device, estimate, budget / 4))
+    short = row.milliseconds < GRAPH_MILLISECONDS and row.peak_mb < GRAPH_MEGABYTES
+    if device.type == "cuda" and short:
+        row = replace(row, graph_milliseconds=clock.graph_milliseconds(call))
+    return row
+
+
+def _call(attention: Attention, inputs: Sequence[Tensor], backward: bool) -> Callable[[], object]:
+    query, key, value, upstream = inputs
+    if not backward:
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return attention(query, key, value)
+
+        return forward
+    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+    return lambda: torch.autograd.grad(attention(*leaves), leaves, upstream)
+
+
+def _predicted_seconds(case: Case, rows: Sequence[Measurement]) -> float:
+    """From the largest smaller case of the same kind; 0 where nothing is known."""
+    known = [
+        row
+        for row in rows
+        if row.ok and _kind(row.case) == _kind(case) and row.case.tokens <= case.tokens
+    ]
+    if not known:
+        return 0.0
+    last = max(known, key=lambda row: row.case.tokens)
+    ratio = case.tokens / last.case.tokens
+    heads = case.heads / last.case.heads
+    return last.milliseconds / 1e3 * ratio ** find(case).growth * heads
+
+
+def _kind(case: Case) -> tuple[object, ...]:
+    return case.operator, case.backend, case.mode, case.width, case.slices, case.dtype
