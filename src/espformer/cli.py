@@ -15,6 +15,9 @@ except ModuleNotFoundError as missing:
     ) from None
 
 from espformer.commands.bench import bench
+from espformer.commands.export import export
+from espformer.commands.plot import plot
+from espformer.commands.results import results
 
 __all__ = ["app", "main"]
 
@@ -217,6 +220,10 @@ def reproduce(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would run, and about how long.")
     ] = False,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="Also keep the results in this directory, for `espformer results`."),
+    ] = None,
     output: Output = Path("runs"),
 ) -> None:
     """Do all runs of an experiment and put the results beside the paper's.
@@ -250,7 +257,7 @@ def reproduce(
         show_plan(console, work, jobs)
         return
     failed = do_all(work, jobs, console)
-    path, text = write_report(recipe, output, _command_line())
+    path, text = write_report(recipe, output, _command_line(), save)
     print(text)
     print(path)
     if failed:
@@ -282,34 +289,10 @@ def recipes(
     console.print(table)
 
 
-@app.command()
-def plot(
-    target: Annotated[str, typer.Argument(help="Directory of a run, or name of an experiment.")],
-    output: Output = Path("runs"),
-    to: Annotated[Path | None, typer.Option("--to", help="File of the figure.")] = None,
-) -> None:
-    """Draw the curves of a run, or the scores of an experiment.
-
-    Examples:
-
-      espformer plot runs/digits/default/espformer/seed-0
-
-      espformer plot digits --to digits.pdf
-    """
-    from espformer.training.figures import plot_experiment, plot_run
-    from espformer.training.recipe import load_recipe
-    from espformer.training.report import collect
-
-    if (Path(target) / "config.yaml").is_file():
-        path = plot_run(Path(target), to or Path(target) / "curves.png")
-    else:
-        recipe = load_recipe(target)
-        results = collect(recipe, output)
-        path = plot_experiment(recipe, results, to or output / recipe.name / "scores.png")
-    print(path)
-
-
+app.command()(export)
 app.command()(bench)
+app.command()(plot)
+app.command()(results)
 
 
 def _seeds(text: str | None) -> list[int] | None:

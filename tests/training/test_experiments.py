@@ -11,8 +11,10 @@ from espformer.training.estimate import Estimator, words
 from espformer.training.experiments import do_all, plan
 from espformer.training.figures import plot_experiment, plot_run
 from espformer.training.paper_numbers import TABLES, Number
-from espformer.training.report import collect, markdown, summarise, write_report
+from espformer.training.report import collect, write_report
+from espformer.training.results import read_file
 from espformer.training.runner import execute
+from espformer.training.section import markdown, summarise
 
 QUIET = Console(quiet=True)
 
@@ -110,34 +112,46 @@ def test_mean_and_deviation_beside_the_paper():
     recipe = load_recipe("cats-dogs")
     results = [result("espformer", "1%", s, test=50.0 + s, best=99.0) for s in range(3)]
     text = markdown(recipe, results, "espformer reproduce cats-dogs")
-    assert "| 1% | espformer | after training | 3 | 51.00 ± 1.00 | 55.66 ± 3.95 |" in text
+    assert "| espformer | here | 3 | 51.00 ± 1.00 |\n|  | paper |  | 55.66 ± 3.95 |" in text
     assert "espformer reproduce cats-dogs" in text
     assert "99.0" not in text, "the best epoch was chosen on the test data"
     alone = markdown(recipe, results[:1], "x")
-    assert "| 50.00 | 55.66 ± 3.95 |" in alone, "one run has no deviation"
+    assert "| espformer | here | 1 | 50.00 |" in alone, "one run has no deviation"
+
+
+def test_settings_stand_side_by_side():
+    recipe = load_recipe("cats-dogs")
+    results = [result("espformer", s, 0, test=float(v)) for s, v in (("1%", 55), ("25%", 75))]
+    text = markdown(recipe, results, "x")
+    assert "| mechanism |  | runs | 1% | 25% |" in text
+    assert "| espformer | here | 1 | 55.00 | 75.00 |" in text
+    assert "|  | paper |  | 55.66 ± 3.95 | 75.40 ± 0.38 |" in text
+    assert "settings not run: 10%, 100%" in text
 
 
 def test_best_median_mean_worst_beside_the_paper():
     recipe = load_recipe("imdb")
     results = [result("espformer", "default", s, test=v) for s, v in enumerate((85, 86, 88, 84))]
-    row = "| 4 | 88.00 | 85.50 | 85.75 | 84.00 | 85.50 | 85.50 | 85.47 | 85.40 |"
-    assert row in markdown(recipe, results, "x")
+    text = markdown(recipe, results, "x")
+    assert "| espformer | here | 4 | 88.00 | 85.50 | 85.75 | 84.00 |" in text
+    assert "|  | paper |  | 85.50 | 85.50 | 85.47 | 85.40 |" in text
 
 
 def test_plugged_and_tuned_beside_the_paper():
     recipe = load_recipe("iwslt14-plug-and-play")
     text = markdown(recipe, [result("diff-espformer", "default", 0, start=30.0, test=31.0)], "x")
-    assert "| before training | 1 | 30.00 | 33.72 |" in text
-    assert "| after training | 1 | 31.00 | 34.83 |" in text
+    assert "| diff-espformer, before training | here | 1 | 30.00 | 30.00 |" in text
+    assert "|  | paper |  | 33.72 | – |" in text
+    assert "| diff-espformer | here | 1 | 31.00 | 31.00 |" in text
 
 
 def test_what_the_paper_does_not_print():
     recipe = load_recipe("mnist-patch-size")
     text = markdown(recipe, [result("espformer", "patch=4", 0, test=97.0)], "x")
-    assert "| patch=4 | espformer | after training | 1 | 97.00 |" in text
-    assert "mean ± std, paper" not in text
+    assert "| espformer | 1 | 97.00 |" in text
+    assert "| paper |" not in text
     incomplete = markdown(load_recipe("iwslt14"), [result("other", "default", 0, test=9.0)], "x")
-    assert "| 9.00 | – |" in incomplete
+    assert "| other | here | 1 | 9.00 | 9.00 |" in incomplete
     assert "No run is finished yet" in markdown(recipe, [], "x")
 
 
@@ -158,12 +172,17 @@ def test_paper_numbers():
 def test_report_and_figures(recipe, tmp_path):
     output = tmp_path / "out"
     for seed in (0, 1):
-        run = recipe.run("transformer", "plain", seed)
+        overrides = ["trainer.attention_statistics=true"]
+        run = recipe.run("transformer", "plain", seed, overrides)
         execute(run, output / "tiny" / "plain" / "transformer" / f"seed-{seed}", progress=False)
     path, text = write_report(recipe, output, "espformer reproduce tiny.yaml")
     assert path.read_text() == text
-    assert "| plain | transformer | after training | 2 |" in text
-    assert len(json.loads((output / "tiny" / "results.json").read_text())) == 2
+    assert "| transformer | 2 |" in text
+    assert "row sums off" in text
+    kept = read_file(output / "tiny" / "results.json")
+    assert [run["seed"] for run in kept.runs] == [0, 1]
+    assert kept.runs == collect(recipe, output)
+    assert set(kept.runs[0]["attention"]) == {"row_error", "column_error", "entropy"}
     pytest.importorskip("matplotlib")
     scores = plot_experiment(recipe, collect(recipe, output), tmp_path / "scores.png")
     curves = plot_run(output / "tiny" / "plain" / "transformer" / "seed-0", tmp_path / "curves.png")

@@ -1,5 +1,6 @@
 """Figures. Needs matplotlib (``pip install 'espformer[plots]'``); nothing else imports it."""
 
+from espformer.plots.attention import attention_maps
 from espformer.plots.plans import (
     Measurement,
     NamedPlan,
@@ -13,18 +14,24 @@ from espformer.plots.plans import (
     softness,
     sum_errors,
 )
+from espformer.plots.runtime import read_timings, runtime
+from espformer.plots.scores import scores_by_setting
 from espformer.plots.style import save_figure
 
 __all__ = [
     "Measurement",
     "NamedPlan",
     "SumErrors",
+    "attention_maps",
     "cost_curve",
     "esp_plans",
     "example_clouds",
     "plan_comparison",
+    "read_timings",
     "row_column_sums",
+    "runtime",
     "save_figure",
+    "scores_by_setting",
     "sinkhorn_plans",
     "softness",
     "sum_errors",

@@ -148,7 +148,7 @@ def plan_comparison(
                 panel_title(
                     cell,
                     plan.name,
-                    f"rows ± {_short(errors.rows)}, columns ± {_short(errors.columns)}",
+                    f"rows ± {short(errors.rows)}, columns ± {short(errors.columns)}",
                 )
             for cell in cells[len(plans) :]:
                 cell.set_axis_off()
@@ -196,7 +196,7 @@ def row_column_sums(plans: Sequence[NamedPlan]) -> Figure:
 
 def _with_errors(plan: NamedPlan) -> str:
     errors = sum_errors(plan.matrix)
-    return f"{plan.name}\nrows ± {_short(errors.rows)}, columns ± {_short(errors.columns)}"
+    return f"{plan.name}\nrows ± {short(errors.rows)}, columns ± {short(errors.columns)}"
 
 
 def softness(
@@ -242,7 +242,7 @@ def softness(
                 )  # fmt: skip
                 panel.set(xticks=[], yticks=[])
                 panel.spines[:].set_visible(True)
-                panel_title(panel, name, f"sums ± {_short(max(sum_errors(matrix)))}")
+                panel_title(panel, name, f"sums ± {short(max(sum_errors(matrix)))}")
                 panel.set_xlabel("keys", color=MUTED, labelpad=2)
             axes[row, 0].set_ylabel(f'balance="{balance}"\nqueries', color=INK)
         bar = figure.colorbar(image, ax=axes, shrink=0.6, aspect=28, pad=0.015)
@@ -333,7 +333,7 @@ def _frame(axes: Axes, queries: Tensor, keys: Tensor) -> None:
     axes.spines[:].set_visible(True)
 
 
-def _short(error: float) -> str:
+def short(error: float) -> str:
     """An error in as few characters as tell it: 1.3, 0.04, 2e-06, and 0 for rounding."""
     if error < 1e-12:
         return "0"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -84,14 +84,21 @@ def panel_title(axes: Axes, title: str, note: str) -> None:
     )  # fmt: skip
 
 
-def save_figure(figure: Figure, stem: Path) -> list[Path]:
-    """Writes ``stem.png`` and ``stem.svg``; the same figure gives the same bytes."""
-    png, svg = (stem.with_name(stem.name + suffix) for suffix in (".png", ".svg"))
+def save_figure(figure: Figure, stem: Path, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """Writes ``stem.png`` and ``stem.svg``, or others; the same figure gives the same bytes."""
+    paths = [stem.with_name(f"{stem.name}.{name}") for name in formats]
+    for path, name in zip(paths, formats, strict=True):
+        with figure_style():
+            if name == "png":
+                _save_png(figure, path)
+            else:
+                figure.savefig(path, metadata={"CreationDate" if name == "pdf" else "Date": None})
+    return paths
+
+
+def _save_png(figure: Figure, path: Path) -> None:
+    """A palette of 96 colours is a quarter of the size and looks the same."""
     pixels = io.BytesIO()
-    with figure_style():
-        figure.savefig(pixels, dpi=140, format="png")
-        figure.savefig(svg, metadata={"Date": None})
-    # A palette of 96 colours is a quarter of the size and looks the same.
+    figure.savefig(pixels, dpi=140, format="png")
     with Image.open(pixels) as image:
-        image.convert("RGB").quantize(96, dither=Image.Dither.NONE).save(png, optimize=True)
-    return [png, svg]
+        image.convert("RGB").quantize(96, dither=Image.Dither.NONE).save(path, optimize=True)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from espformer.training.errors import RunError
 from espformer.training.strict import plain
 
 __all__ = [
+    "changes",
     "check_same",
     "conditions",
     "device_name",
@@ -25,6 +27,7 @@ __all__ = [
     "is_first_process",
     "only_one",
     "read_results",
+    "revision",
     "run_directory",
 ]
 
@@ -32,7 +35,7 @@ __all__ = [
 _WHERE = (
     ("data", "workers"), ("data", "directory"), ("trainer", "accelerator"), ("trainer", "devices"),
     ("trainer", "strategy"), ("trainer", "checkpoint_minutes"), ("trainer", "compile"),
-    ("trainer", "attention_statistics"),
+    ("trainer", "attention_statistics"), ("trainer", "cuda_graph"),
 )  # fmt: skip
 
 
@@ -80,14 +83,22 @@ def check_same(run: Run, directory: Path) -> None:
 
 def differences(asked: dict[str, Any], there: dict[str, Any]) -> str:
     """What differs between two descriptions, in words; empty if nothing that matters does."""
-    ours, theirs = _flat(asked), _flat(there)
     changed = [
-        f"{'.'.join(key)} is {theirs.get(key)!r} there and {ours.get(key)!r} here"
-        for key in sorted({*ours, *theirs})
-        if ours.get(key) != theirs.get(key) and key not in _WHERE
+        f"{key} is {theirs!r} there and {ours!r} here"
+        for key, ours, theirs in changes(asked, there)
     ]
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
     return "; ".join(changed[:3]) + more
+
+
+def changes(asked: dict[str, Any], there: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Key path, value asked for and value there of all that matters and differs."""
+    ours, theirs = _flat(asked), _flat(there)
+    return [
+        (".".join(key), ours.get(key), theirs.get(key))
+        for key in sorted({*ours, *theirs})
+        if ours.get(key) != theirs.get(key) and key not in _WHERE
+    ]
 
 
 def _flat(value: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
@@ -108,6 +119,7 @@ def conditions() -> dict[str, Any]:
     return {
         "versions": {
             "espformer": espformer.__version__,
+            "revision": revision(),
             "torch": torch.__version__,
             "lightning": lightning.__version__,
             "python": platform.python_version(),
@@ -115,11 +127,43 @@ def conditions() -> dict[str, Any]:
     }
 
 
+def revision() -> str | None:
+    """The commit of the checkout that this package runs from, `+` if files differ from it.
+
+    A copy without a repository is told by the variable ESPFORMER_REVISION.
+    """
+    told = os.environ.get("ESPFORMER_REVISION")
+    if told:
+        return told
+    here = Path(espformer.__file__).parent
+    try:
+        # A package in an environment inside some other repository is not part of that one.
+        _git(here, "ls-files", "--error-unmatch", "__init__.py")
+        changed = _git(here, "status", "--porcelain", "--untracked-files=no")
+        return _git(here, "rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(directory: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(directory), *arguments]
+    return subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
+
+
 def device_name(device: torch.device) -> str:
     """The processor or the card, as it calls itself."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)"
+    threads = torch.get_num_threads()
+    return f"cpu ({_processor()}, {threads} thread{'' if threads == 1 else 's'})"
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        model = next(line for line in lines if line.startswith("model name"))
+        return model.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,48 @@
+"""`espformer results`: RESULTS.md out of the files in results/."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["results"]
+
+
+def results(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Files of results to add first, merged with those that are there."),
+    ] = None,
+    directory: Annotated[
+        Path, typer.Option("--directory", "-d", help="Where the files of results are.")
+    ] = Path("results"),
+    to: Annotated[Path, typer.Option("--to", help="The page to write.")] = Path("RESULTS.md"),
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; fail if the page is not up to date.")
+    ] = False,
+) -> None:
+    """Write RESULTS.md from results/*.json: ours beside the paper's, and whether claims held.
+
+    Examples:
+
+      espformer reproduce digits --save results && espformer results
+
+      espformer results runs/mnist-patch-size/results.json
+
+      espformer results --check
+    """
+    from espformer.training.checkpoints import write_atomically
+    from espformer.training.errors import RunError
+    from espformer.training.results import merge_files, results_page
+
+    if files and not check:
+        for path in merge_files(files, directory):
+            print(path)
+    text = results_page(directory)
+    if not check:
+        write_atomically(to, text)
+        print(to)
+        return
+    if not to.is_file() or to.read_text(encoding="utf-8") != text:
+        raise RunError(f"{to}: not what {directory} gives; write it again with espformer results")
+    print(f"{to} is up to date")

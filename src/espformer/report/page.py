@@ -1,0 +1,6 @@
+"""stub"""
+
+from typing import Any
+
+
+def write_page(*args: Any) -> None: ...

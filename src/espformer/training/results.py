@@ -1,0 +1,173 @@
+"""Results to keep: all runs of an experiment in one small file, and `RESULTS.md` made of them.
+
+A file `results/EXPERIMENT.json` has what all runs share under `common`, and each run in a line of
+its own with the rest. Parts of an experiment that were done apart are merged.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from espformer.training.checkpoints import write_atomically
+from espformer.training.config import Grid
+from espformer.training.errors import RunError, UserError
+from espformer.training.recipe import Recipe, load_recipe, recipe_names
+from espformer.training.records import differences
+from espformer.training.section import in_order, markdown
+from espformer.training.strict import Origins
+
+__all__ = ["Results", "merge_files", "read_file", "results_page", "save_file"]
+
+Result = dict[str, Any]
+
+_INTRODUCTION = """\
+# Results
+
+Made by `espformer results` from the files in `results/`, which `espformer reproduce --save results`
+writes; never by hand. Scores are test accuracy in percent, or BLEU, after the last epoch: no epoch
+is chosen by its test score. `±` is the standard deviation over seeds.
+
+A claim is tested over pairs of runs with the same setting and seed, so the same first weights,
+batches and subsets, by a paired t-test. Three pairs lean on its assumption of normal differences: a
+test without it cannot reach 5 % with fewer than six. No p is corrected for the number of claims.
+"""
+
+
+@dataclass(frozen=True)
+class Results:
+    """The runs of an experiment, and the commands that made them."""
+
+    experiment: str
+    title: str
+    commands: list[str]
+    runs: list[Result]
+
+    def merged(self, newer: "Results") -> "Results":
+        """These runs and newer ones, which replace those of the same setting, mechanism, seed."""
+        runs = {_key(run): run for run in self.runs} | {_key(run): run for run in newer.runs}
+        commands = list(dict.fromkeys([*self.commands, *newer.commands]))
+        return dataclasses.replace(newer, commands=commands, runs=list(runs.values()))
+
+    def check_rows(self) -> None:
+        """Refuse runs of one row of the table that differ in more than their seed."""
+        first: dict[tuple[str, str], Result] = {}
+        for run in self.runs:
+            one = first.setdefault((run["setting"], run["mechanism"]), run)
+            changed = differences(*({**r["config"], "seed": None} for r in (run, one)))
+            if changed:
+                raise RunError(
+                    f"results of {self.experiment}: {run['mechanism']} in {run['setting']} was run "
+                    f"with different settings: {changed}. Remove the older runs to begin anew"
+                )
+
+    def text(self) -> str:
+        """The file: what runs share once, then a line for each."""
+        runs = sorted(self.runs, key=_key)
+        common = _shared(runs)
+        about = {"experiment": self.experiment, "title": self.title, "commands": self.commands}
+        head = json.dumps({**about, "common": common}, indent=1, ensure_ascii=False)
+        lines = ",\n".join(
+            "  " + json.dumps(_without(run, common), ensure_ascii=False) for run in runs
+        )
+        return f'{head[:-2]},\n "runs": [\n{lines}\n ]\n}}\n'
+
+
+def _key(run: Result) -> tuple[str, str, int]:
+    return run["setting"], run["mechanism"], run["seed"]
+
+
+def read_file(path: Path) -> Results:
+    """The runs of a file that :func:`save_file` wrote."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        runs = [_joined(raw["common"], run) for run in raw["runs"]]
+        return Results(raw["experiment"], raw["title"], raw["commands"], runs)
+    except FileNotFoundError:
+        raise RunError(f"{path}: there is no such file") from None
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{path}: not a file of results ({type(error).__name__}: {error}); expected what "
+            "`espformer reproduce` writes as results.json"
+        ) from None
+
+
+def save_file(results: Results, path: Path, *, merge: bool = True) -> Path:
+    """Write results; with `merge` to keep them, with those that the file has already."""
+    if merge:
+        results = read_file(path).merged(results) if path.exists() else results
+        results.check_rows()
+    write_atomically(path, results.text())
+    return path
+
+
+def results_page(directory: Path) -> str:
+    """`RESULTS.md`: a section for each file of the directory, in the order of the recipes."""
+    files = sorted(directory.glob("*.json"))
+    if not files:
+        raise UserError(
+            f"{directory}: no results there; make some with espformer reproduce digits --save "
+            f"{directory}"
+        )
+    every = [(_recipe(results), results) for results in map(read_file, files)]
+    every.sort(key=lambda pair: (pair[0].paper is None, pair[0].name))
+    sections = [
+        markdown(recipe, in_order(recipe, results.runs), results.commands, level=2)
+        for recipe, results in every
+    ]
+    return "\n".join([_INTRODUCTION, *sections])
+
+
+def _recipe(results: Results) -> Recipe:
+    """The recipe of an experiment; one that only has a name for those that came without."""
+    if results.experiment in recipe_names():
+        return load_recipe(results.experiment)
+    task = results.runs[0]["config"].get("task", "classification")
+    seeds = sorted({run["seed"] for run in results.runs})
+    grid = Grid(seeds=seeds, settings={run["setting"]: {} for run in results.runs})
+    return Recipe(results.experiment, results.title, task, None, "", {}, grid, {}, Origins())
+
+
+def _shared(values: list[Any]) -> Any:
+    """What is the same in all mappings, mappings within them taken apart."""
+    first = values[0]
+    shared = {}
+    for key, value in first.items():
+        others = [other.get(key) for other in values]
+        if all(other == value for other in others):
+            shared[key] = value
+        elif all(isinstance(other, dict) for other in others):
+            inner = _shared(others)
+            if inner:
+                shared[key] = inner
+    return shared
+
+
+def _without(value: Result, shared: Result) -> Result:
+    """A mapping without what is shared; an empty mapping that was there stays."""
+    rest = {}
+    for key, item in value.items():
+        if key not in shared:
+            rest[key] = item
+        elif item != shared[key]:
+            rest[key] = _without(item, shared[key])
+    return rest
+
+
+def _joined(shared: Any, rest: Any) -> Any:
+    if not isinstance(shared, dict) or not isinstance(rest, dict):
+        return rest
+    joined = dict(shared)
+    for key, item in rest.items():
+        joined[key] = _joined(shared[key], item) if key in shared else item
+    return joined
+
+
+def merge_files(paths: Iterable[Path], directory: Path) -> list[Path]:
+    """Add files of results to those of a directory, each under the name of its experiment."""
+    return [
+        save_file(results, directory / f"{results.experiment}.json")
+        for results in map(read_file, paths)
+    ]

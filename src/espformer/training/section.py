@@ -1,0 +1,253 @@
+"""An experiment in words and numbers: its table beside the paper's, its claims, its conditions."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from espformer.training.claims import CLAIMS, Claim, Comparison, compare, verdict
+from espformer.training.estimate import words
+from espformer.training.paper_numbers import TABLES, Number, Table
+from espformer.training.recipe import Recipe
+from espformer.training.records import changes
+from espformer.training.strict import plain
+
+__all__ = ["in_order", "markdown", "summarise"]
+
+Result = dict[str, Any]
+
+_SCORES = {"start": ", before training", "test": "", "hard": ", hard sort", "mean": ""}
+_WAYS = {"spread": ("best", "median", "mean", "worst"), "median": ("median", "mean ± std")}
+
+
+def in_order(recipe: Recipe, results: list[Result]) -> list[Result]:
+    """Results in the order of the recipe's grid; those that it does not know come last."""
+    settings, labels = list(recipe.grid.settings), list(recipe.mechanisms)
+
+    def place(result: Result) -> tuple[int, int, int]:
+        setting, label = result["setting"], result["mechanism"]
+        known = setting in settings and label in labels
+        where = (settings.index(setting), labels.index(label)) if known else (len(settings), 0)
+        return (*where, result["seed"])
+
+    return sorted(results, key=place)
+
+
+def summarise(values: list[float]) -> Number:
+    """Best, median, mean, worst and standard deviation of some runs (one has no deviation).
+
+    Example:
+        >>> summarise([1.0, 2.0, 3.0])
+        Number(mean=2.0, std=1.0, best=3.0, median=2.0, worst=1.0)
+    """
+    return Number(
+        mean=statistics.fmean(values),
+        std=statistics.stdev(values) if len(values) > 1 else None,
+        best=max(values),
+        median=statistics.median(values),
+        worst=min(values),
+    )
+
+
+def markdown(
+    recipe: Recipe, results: list[Result], commands: str | Sequence[str], level: int = 1
+) -> str:
+    """The section of an experiment: claims, table, conditions, what differs from the paper."""
+    table = TABLES.get(recipe.paper or "", Table("", "mean_std", {}))
+    lines = [f"{'#' * level} {recipe.title}", ""]
+    if table.caption:
+        lines += [f"Paper: {table.caption}.", ""]
+    if not results:
+        return "\n".join([*lines, "No run is finished yet.", ""])
+    commands = [commands] if isinstance(commands, str) else list(commands)
+    if recipe.task == "runtime":
+        lines += _runtime(results)
+    else:
+        lines += _scores(table, results) + _behind(results) + _claims(recipe, results)
+    lines += _conditions(results, commands)
+    lines += _differences(recipe, table, results)
+    return "\n".join([*lines, ""])
+
+
+def _grid(rows: list[list[str]]) -> list[str]:
+    """A table in Markdown; the first row is its head."""
+    head, *body = ["| " + " | ".join(row) + " |" for row in rows]
+    return [head, "|" + "---|" * len(rows[0]), *body, ""]
+
+
+def _scores(table: Table, results: list[Result]) -> list[str]:
+    """Scores by mechanism, of each setting or in each way of summing up, ours above the paper's."""
+    values: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for result in results:
+        for score, value in result["scores"].items():
+            if score in _SCORES:
+                values[result["setting"], result["mechanism"], score].append(value)
+    settings = list(dict.fromkeys(result["setting"] for result in results))
+    rows = list(dict.fromkeys((label, score) for _, label, score in values))
+    columns = [(setting, "mean ± std") for setting in settings]
+    heads = list(settings)
+    if table.style == "spread" or len(settings) == 1:
+        ways = _WAYS.get(table.style, ("mean ± std",))
+        columns, heads = [(settings[0], way) for way in ways], list(ways)
+    beside = any(key[0] in settings for key in table.numbers)
+    lines = [["mechanism", *([""] if beside else []), "runs", *heads]]
+    for label, score in rows:
+        name = label + _SCORES[score]
+        ours = {s: values.get((s, label, score)) for s in settings}
+        counts = {len(v) for v in ours.values() if v}
+        count = "–".join(str(n) for n in sorted({min(counts), max(counts)}))
+        cells = [_cell(summarise(v) if (v := ours[s]) else Number(), way) for s, way in columns]
+        lines.append([name, *(["here"] if beside else []), count, *cells])
+        theirs = [table.numbers.get((s, label, score), Number()) for s, _ in columns]
+        if any(number != Number() for number in theirs):
+            cells = [_cell(n, way) for n, (_, way) in zip(theirs, columns, strict=True)]
+            lines.append(["", "paper", "", *cells])
+    return _grid(lines)
+
+
+def _cell(number: Number, column: str) -> str:
+    if column == "mean ± std":
+        if number.mean is None:
+            return "–"
+        return f"{number.mean:.2f}" + ("" if number.std is None else f" ± {number.std:.2f}")
+    value = getattr(number, column)
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _behind(results: list[Result]) -> list[str]:
+    """What stands behind the scores, over all settings: sums, sizes, times, learnt temperatures."""
+    heads = {
+        "row_error": "row sums off", "column_error": "column sums off", "entropy": "entropy",
+    }  # fmt: skip
+    if not any("attention" in result for result in results):
+        return []
+    learns = any("learnt_sort_temperatures" in result for result in results)
+    lines = [
+        ["mechanism", *heads.values(), "parameters", "seconds per run", "examples per second"]
+        + (["t learnt"] if learns else [])
+    ]
+    for label in dict.fromkeys(result["mechanism"] for result in results):
+        group = [result for result in results if result["mechanism"] == label]
+        cells = [label]
+        for name in heads:
+            numbers = [r["attention"][name] for r in group if name in r.get("attention", {})]
+            cells.append(f"{statistics.fmean(numbers):.2g}" if numbers else "–")
+        cells.append(_range([r.get("parameters") for r in group], ",.0f"))
+        cells.append(_range([r.get("seconds") for r in group], ",.0f"))
+        cells.append(_range([r.get("samples_per_second") for r in group], ",.0f"))
+        if learns:
+            learnt = [t for r in group for t in r.get("learnt_sort_temperatures", [])]
+            cells.append(_range(learnt, ".2g"))
+        lines.append(cells)
+    note = [
+        "Mean distances of row and column sums from one, and entropy of a row over that of a",
+        "uniform one, on four test examples after the last epoch; differential attention is no",
+        "distribution and has none. Examples per second are those of training steps alone.",
+    ]
+    return [*_grid(lines), *note, ""]
+
+
+def _range(values: Sequence[float | None], form: str) -> str:
+    numbers = [value for value in values if value is not None]
+    if not numbers:
+        return "–"
+    low, high = f"{min(numbers):{form}}", f"{max(numbers):{form}}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _claims(recipe: Recipe, results: list[Result]) -> list[str]:
+    found = [(claim, compare(claim, results)) for claim in CLAIMS.get(recipe.name, ())]
+    lines = [_sentence(claim, comparison) for claim, comparison in found if comparison is not None]
+    return [*lines, ""] if lines else []
+
+
+def _sentence(claim: Claim, found: Comparison) -> str:
+    """Whether a claim held, with the difference and the test."""
+    text = f"- {claim.says[0].upper()}{claim.says[1:]} ({claim.by}): **{verdict(claim, found)}**. "
+    text += f"`{_row(claim.row)}` minus `{_row(claim.other)}` is {found.mean:+.2f} points"
+    if found.low is None or found.p is None:
+        return f"{text} in one pair."
+    where = f" over {found.settings} settings" if found.settings > 1 else ""
+    p = f"p {'< 0.0001' if found.p < 1e-4 else f'= {found.p:.2g}'}"
+    test = f"paired t-test of {found.pairs} pairs{where}, {p}"
+    if claim.margin is not None:
+        test += f" against a loss of {claim.margin:g} points or more"
+    return f"{text}, 95 % interval {found.low:+.2f} to {found.high:+.2f} ({test})."
+
+
+def _row(row: tuple[str, str]) -> str:
+    return row[0] + _SCORES[row[1]]
+
+
+def _runtime(results: list[Result]) -> list[str]:
+    lines = [["setting", "mechanism", "ms, here", "row sums off", "columns off"]]
+    for result in results:
+        check = result.get("check", {})
+        errors = [
+            f"{check[name]:.1e}" if name in check else "–" for name in ("row_error", "column_error")
+        ]
+        lines.append(
+            [result["setting"], result["mechanism"], f"{result['scores']['mean']:.3g}", *errors]
+        )
+    return _grid(lines)
+
+
+def _conditions(results: list[Result], commands: list[str]) -> list[str]:
+    def several(values: list[Any]) -> str:
+        return ", ".join(str(value) for value in sorted(set(values), key=str) if value is not None)
+
+    def config(result: Result, key: str) -> Any:
+        return result["config"].get("trainer", result["config"]).get(key, "")
+
+    versions = [result["versions"] for result in results]
+    revisions = several([v.get("revision") for v in versions])
+    seconds = sum(result.get("seconds", 0.0) for result in results)
+    return [
+        f"- Made by {' and '.join(f'`{command}`' for command in commands)}.",
+        f"- On {several([r['device'] for r in results])}; precision "
+        f"{several([config(r, 'precision') for r in results])}; torch "
+        f"{several([v['torch'] for v in versions])}; espformer "
+        f"{several([v['espformer'] for v in versions])}"
+        + (f" at {revisions}" if revisions else "")
+        + ".",
+        f"- {len(results)} runs, seeds {several([r['seed'] for r in results])}; "
+        f"{words(seconds)} of training, summed over runs.",
+    ]
+
+
+def _differences(recipe: Recipe, table: Table, results: list[Result]) -> list[str]:
+    """What is not as in the paper, or not as in the recipe where there is no paper."""
+    of = "the paper" if table.caption else "the recipe"
+    lines: list[str] = []
+    changed: dict[tuple[str, Any, Any], list[str]] = defaultdict(list)
+    for result in results:
+        label, setting = result["mechanism"], result["setting"]
+        if label in recipe.mechanisms and setting in recipe.grid.settings:
+            asked = plain(recipe.run(label, setting, result["seed"]))
+            for key, ours, here in changes(asked, result["config"]):
+                # A key that came later is not known to older results.
+                if here is not None or key.startswith(("mechanism", "model")):
+                    changed[key, str(ours), str(here)].append(label)
+    for (key, asked_for, here), labels in changed.items():
+        which = sorted(set(labels))
+        everyone = len(which) == len({r["mechanism"] for r in results})
+        whose = "" if everyone else f" ({_some(which)})"
+        lines.append(f"`{key}` is {here}, the recipe has {asked_for}{whose}")
+    left = [s for s in recipe.grid.settings if s not in {r["setting"] for r in results}]
+    if left:
+        lines.append(f"settings not run: {_some(left)}")
+    left = [m for m in recipe.mechanisms if m not in {r["mechanism"] for r in results}]
+    if left:
+        lines.append(f"mechanisms not run: {_some(left)}")
+    seeds = {r["seed"] for r in results}
+    if len(seeds) != len(recipe.grid.seeds):
+        lines.append(f"seeds: {len(seeds)} instead of {len(recipe.grid.seeds)}")
+    facts = [fact for r in results for fact in r.get("data", {}).get("differences", [])]
+    lines += [f"data: {fact}" for fact in dict.fromkeys(facts)]
+    if not lines:
+        return []
+    return [f"- Differs from {of}:", *(f"  - {line}" for line in lines)]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names)

@@ -1,0 +1,215 @@
+"""Kept results: files, merging, claims and their tests, and the page made of them."""
+
+import dataclasses
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from espformer.cli import app
+from espformer.training import RunError, UserError, load_recipe
+from espformer.training.claims import CLAIMS, Claim, compare, student_two_sided, verdict
+from espformer.training.records import revision
+from espformer.training.results import Results, merge_files, read_file, results_page, save_file
+from espformer.training.section import markdown
+from espformer.training.strict import plain
+
+ROOT = Path(__file__).parents[2]
+SCORES = {"transformer": 90.0, "sinkformer": 95.0, "espformer": 96.0, "espformer-soft": 97.0}
+
+
+def run(label, setting, seed, **changes):
+    """A result as `collect` gives it, of a run of the patch-size recipe."""
+    recipe = load_recipe("mnist-patch-size")
+    noise = random.Random(f"{label}{setting}{seed}").gauss(0, 0.1)
+    return {
+        "recipe": recipe.name, "mechanism": label, "setting": setting, "seed": seed,
+        "score": "accuracy", "scores": {"test": SCORES[label] + noise}, "epochs": 45,
+        "seconds": 60.0, "parameters": 1234, "samples_per_second": 1e4, "device": "a card",
+        "versions": {"torch": "2", "espformer": "0.1", "revision": "abc"},
+        "data": {"differences": ["a part of it"]},
+        "attention": {"row_error": 0.1, "column_error": 0.2, "entropy": 0.5},
+        "config": plain(recipe.run(label, setting, seed)) | changes,
+    }  # fmt: skip
+
+
+def runs(seeds=(0, 1, 2), labels=tuple(SCORES), settings=("patch=4", "patch=7")):
+    return [run(label, s, seed) for label in labels for s in settings for seed in seeds]
+
+
+def results(made, command="espformer reproduce mnist-patch-size"):
+    return Results("mnist-patch-size", "MNIST, impact of patch size", [command], made)
+
+
+def test_a_file_gives_back_what_was_saved(tmp_path):
+    made = runs()
+    path = save_file(results(made), tmp_path / "mnist-patch-size.json")
+    key = lambda r: (r["setting"], r["mechanism"], r["seed"])  # noqa: E731
+    assert read_file(path).runs == sorted(made, key=key)
+    text = path.read_text()
+    assert text.count('"abc"') == 1, "what all runs share is there once"
+    assert len([line for line in text.splitlines() if '"seed"' in line]) == len(made)
+
+
+def test_parts_are_merged_and_newer_runs_win(tmp_path):
+    path = tmp_path / "mnist-patch-size.json"
+    save_file(results(runs(seeds=(0, 1)), "first"), path)
+    newer = runs(seeds=(1, 2))
+    newer[0]["scores"]["test"] = 12.0
+    other = save_file(results(newer, "second"), tmp_path / "part" / "results.json", merge=False)
+    assert merge_files([other], tmp_path) == [path]
+    merged = read_file(path)
+    assert merged.commands == ["first", "second"]
+    assert len(merged.runs) == 3 * len(SCORES) * 2
+    changed = [r for r in merged.runs if r["scores"]["test"] == 12.0]
+    assert [(r["mechanism"], r["seed"]) for r in changed] == [("transformer", 1)]
+
+
+def test_runs_of_one_row_have_the_same_settings(tmp_path):
+    path = save_file(results(runs(seeds=(0,))), tmp_path / "x.json")
+    short = runs(seeds=(1,))
+    for one in short:
+        one["config"]["trainer"] = {**one["config"]["trainer"], "epochs": 5}
+    with pytest.raises(RunError, match=r"trainer\.epochs is 45 there and 5 here"):
+        save_file(results(short), path)
+    assert len(read_file(path).runs) == len(SCORES) * 2, "nothing was changed"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"experiment": "x", "title": "", "commands": [], "runs": [1]}']
+)
+def test_files_that_are_none_are_refused(tmp_path, content):
+    path = tmp_path / "bad.json"
+    path.write_text(content)
+    with pytest.raises(RunError, match="not a file of results"):
+        read_file(path)
+    with pytest.raises(RunError, match="no such file"):
+        read_file(tmp_path / "none.json")
+    with pytest.raises(UserError, match="no results there"):
+        results_page(tmp_path / "empty")
+
+
+def test_the_section_says_what_happened():
+    recipe = load_recipe("mnist-patch-size")
+    made = runs()
+    for one in made:
+        one["config"]["trainer"] = {**one["config"]["trainer"], "epochs": 15}
+    text = markdown(recipe, made, ["one command", "another"], level=2)
+    assert text.startswith("## MNIST, impact of patch size\n")
+    assert "`one command` and `another`" in text
+    assert "`trainer.epochs` is 15, the recipe has 45" in text
+    assert "settings not run: patch=1, patch=2, patch=14, patch=28" in text
+    assert "data: a part of it" in text
+    assert "ESP attention is more accurate than softmax attention (the paper): **held**" in text
+    assert "paired t-test of 6 pairs over 2 settings" in text
+    assert "ESP attention is more accurate than differential" not in text, "it was not run"
+    assert "24 runs, seeds 0, 1, 2; 24.0 min of training" in text
+
+
+def test_learnt_temperatures_are_told():
+    made = runs(labels=("espformer",))
+    for one, t in zip(made, (0.01, 0.02, 0.03, 0.02, 0.02, 0.02), strict=True):
+        one["learnt_sort_temperatures"] = [t]
+    assert "0.01 to 0.03 |" in markdown(load_recipe("mnist-patch-size"), made, "x")
+
+
+def test_student_against_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    for freedom in range(1, 25):
+        for t in (0.0, -0.3, 1.0, 2.5, 7.0):
+            expected = 2 * stats.t.sf(abs(t), freedom)
+            assert math.isclose(student_two_sided(t, freedom), expected, abs_tol=1e-12)
+
+
+def test_paired_comparison_against_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    claim = CLAIMS["mnist-patch-size"][0]
+    made = runs()
+    # Order and unpaired runs must not matter.
+    random.Random(0).shuffle(made)
+    found = compare(claim, [*made, run("espformer", "patch=14", 7)])
+    by_pair = {(r["mechanism"], r["setting"], r["seed"]): r["scores"]["test"] for r in made}
+    pairs = [(s, seed) for s in ("patch=4", "patch=7") for seed in (0, 1, 2)]
+    ours, theirs = ([by_pair[label, *p] for p in pairs] for label in ("espformer", "transformer"))
+    expected = stats.ttest_rel(ours, theirs)
+    interval = expected.confidence_interval()
+    assert (found.pairs, found.settings) == (6, 2)
+    assert found.p == pytest.approx(expected.pvalue)
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
+    margin = compare(dataclasses.replace(claim, margin=0.5), made)
+    shifted = [value + 0.5 for value in ours]
+    assert margin.p == pytest.approx(stats.ttest_rel(shifted, theirs, alternative="greater").pvalue)
+
+
+@pytest.mark.parametrize(
+    ("differences", "margin", "expected"),
+    [
+        ((1.0, 1.1, 0.9), None, "held"),
+        ((-1.0, -1.1, -0.9), None, "did not hold, the opposite is true here"),
+        ((1.0, -0.5, 0.6), None, "not decided, leaning that way"),
+        ((-1.0, 0.5, -0.6), None, "not seen here"),
+        ((0.1, 0.0, -0.1), 0.5, "held"),
+        ((-2.0, -2.1, -1.9), 0.5, "did not hold"),
+        ((-2.0, 1.0, 0.5), 0.5, "not decided"),
+        ((0.5,), None, "a single pair decides nothing"),
+    ],
+)
+def test_verdicts(differences, margin, expected):
+    made = [
+        {"mechanism": label, "setting": "s", "seed": seed, "scores": {"test": value}}
+        for seed, difference in enumerate(differences)
+        for label, value in (("a", 50.0 + difference), ("b", 50.0))
+    ]
+    claim = Claim("a beats b", ("a", "test"), ("b", "test"), margin=margin)
+    assert verdict(claim, compare(claim, made)) == expected
+    assert compare(claim, made[:1]) is None
+
+
+def test_every_claim_is_about_rows_of_its_recipe():
+    for name, claims in CLAIMS.items():
+        recipe = load_recipe(name)
+        for claim in claims:
+            for label, score in (claim.row, claim.other):
+                assert label in recipe.mechanisms
+                expected = recipe.run(label)
+                assert score != "hard" or expected.harden
+                assert score != "start" or expected.start is not None
+
+
+def test_the_page_of_this_repository_is_made_of_its_results():
+    page = ROOT / "RESULTS.md"
+    if not page.exists():
+        pytest.skip("not a checkout")
+    assert page.read_text(encoding="utf-8") == results_page(ROOT / "results")
+
+
+def test_the_command_adds_writes_and_checks(tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    monkeypatch.chdir(tmp_path)
+    save_file(results(runs()), tmp_path / "runs" / "results.json")
+    call = CliRunner().invoke
+    done = call(app, ["results", "runs/results.json"])
+    assert done.exit_code == 0, done.output
+    assert done.output.split() == ["results/mnist-patch-size.json", "RESULTS.md"]
+    assert "impact of patch size" in (tmp_path / "RESULTS.md").read_text()
+    assert call(app, ["results", "--check"]).exit_code == 0
+    (tmp_path / "RESULTS.md").write_text("edited by hand")
+    assert isinstance(call(app, ["results", "--check"]).exception, RunError)
+
+
+def test_results_without_a_recipe_have_their_section(tmp_path):
+    made = results(runs(labels=("espformer",)))
+    save_file(dataclasses.replace(made, experiment="mine", title="Mine"), tmp_path / "mine.json")
+    text = results_page(tmp_path)
+    assert "## Mine" in text
+    assert "| espformer | 3 |" in text
+
+
+def test_revision_can_be_told(monkeypatch):
+    monkeypatch.setenv("ESPFORMER_REVISION", "v1")
+    assert revision() == "v1"
+    monkeypatch.delenv("ESPFORMER_REVISION")
+    monkeypatch.setenv("PATH", "")
+    assert revision() is None
