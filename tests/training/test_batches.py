@@ -76,7 +76,7 @@ def test_batches_by_tokens():
 def test_loader_follows_the_epoch(workers):
     data = TensorDataset(torch.arange(10))
     batches = SeededBatches(10, 4, seed=2, resume=(1, 1))
-    loader = make_loader(data, batches, None, workers, pin_memory=False)
+    loader = make_loader(data, batches, None, workers)
     expected = epoch_of(SeededBatches(10, 4, seed=2), 1)[1:]
     assert [batch[0].tolist() for batch in loader] == expected
     batches.set_epoch(2)

@@ -1,9 +1,11 @@
 """A run that was killed and goes on ends where it would have ended, bit for bit."""
 
+import contextlib
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,27 @@ def assert_same_state(one: Path, other: Path) -> None:
             assert torch.equal(value, moments[1][index][name]), (index, name)
     for key in ("lr_schedulers", "global_step", "callbacks", MARK):
         assert a[key] == b[key], key
+
+
+@contextlib.contextmanager
+def copy_at(
+    kind: type[AtomicCheckpointIO], monkeypatch, target: Path, position: tuple[int, int]
+) -> Iterator[None]:
+    """Within the block, copy the checkpoints of a position: what a kill after it would leave."""
+    save = kind.save_checkpoint
+
+    def save_and_copy(self, checkpoint, path, storage_options=None):
+        save(self, checkpoint, path)
+        there = checkpoint[MARK]["position"]
+        if Path(path).name == "last.ckpt" and (there["epoch"], there["batch"]) == position:
+            target.mkdir()
+            for file in Path(path).parent.glob("*.ckpt"):
+                shutil.copy(file, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "save_checkpoint", save_and_copy)
+        yield
+    assert target.is_dir()
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,12 @@ def test_it_learns(recipe, tmp_path):
     assert results["scores"]["test"] > 40, "ten classes, so chance is 10 %"
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
+def test_precisions(recipe, tmp_path, precision):
+    run = recipe.run("espformer", overrides=[f"trainer.precision={precision}"])
+    assert execute(run, tmp_path, progress=False)["steps"] == 6
+
+
 def test_a_finished_run_is_kept(recipe, tmp_path):
     run = recipe.run("transformer")
     first = execute(run, tmp_path, progress=False)

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from espformer import data
 from espformer.data import Task
 from espformer.models import build_model, model_class
-from espformer.training.batches import ResumableLoader, SeededBatches, make_loader
+from espformer.training.batches import Loader, SeededBatches, make_loader
 from espformer.training.classification import Classifier
 from espformer.training.config import TrainingRun
 from espformer.training.errors import RunError
@@ -62,8 +62,12 @@ def make_learner(run: TrainingRun, task: Task) -> Learner:
 
         learner = Translator(run, model, task)
     else:
-        assert task.classes is not None
-        learner = Classifier(run, model, task.classes, task.augment, task.normalise)
+        kind: type[Classifier] = Classifier
+        if run.trainer.cuda_graph:
+            from espformer.training.graphs import GraphedClassifier
+
+            kind = GraphedClassifier
+        learner = kind(run, model, task.augment, task.normalise)
     if run.trainer.compile:
         learner.model.compile()
     return learner
@@ -120,7 +124,15 @@ class TaskData(LightningDataModule):
         super().__init__()
         self.run, self.task, self.resume = run, task, resume
 
-    def train_dataloader(self) -> ResumableLoader:
+    def transfer_batch_to_device(
+        self, batch: Any, device: torch.device, dataloader_idx: int
+    ) -> dict[str, Tensor]:
+        return {
+            name: value if value.device == device else value.to(device, non_blocking=True)
+            for name, value in batch.items()
+        }
+
+    def train_dataloader(self) -> Loader:
         data = self.run.data
         return self._loader(
             self.task.train,
@@ -130,26 +142,25 @@ class TaskData(LightningDataModule):
             resume=self.resume,
         )
 
-    def val_dataloader(self) -> ResumableLoader:
+    def val_dataloader(self) -> Loader:
         return self._evaluation_loader(
             self.task.test if self.task.valid is None else self.task.valid
         )
 
-    def test_dataloader(self) -> ResumableLoader:
+    def test_dataloader(self) -> Loader:
         return self._evaluation_loader(self.task.test)
 
-    def _evaluation_loader(self, split: Dataset[Any]) -> ResumableLoader:
+    def _evaluation_loader(self, split: Dataset[Any]) -> Loader:
         data = self.run.data
         size = data.batch_size if data.eval_batch_size is None else data.eval_batch_size
         return self._loader(split, batch_size=size, shuffle=False)
 
-    def _loader(self, split: Any, **options: Any) -> ResumableLoader:
+    def _loader(self, split: Any, **options: Any) -> Loader:
         trainer = self.trainer
         rank, world = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
         batches = SeededBatches(len(split), seed=self.run.seed, rank=rank, world=world, **options)
-        on_gpu = trainer is not None and trainer.strategy.root_device.type == "cuda"
-        workers = self.run.data.workers
-        return make_loader(split, batches, self.task.collate, workers, pin_memory=on_gpu)
+        device = None if trainer is None else trainer.strategy.root_device
+        return make_loader(split, batches, self.task.collate, self.run.data.workers, device)
 
 
 def _lengths(split: Any) -> Sequence[Sequence[int]]:

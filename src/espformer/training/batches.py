@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from espformer.data import Batch, TensorSet
 from espformer.training.errors import RunError
 
-__all__ = ["ResumableLoader", "SeededBatches", "make_loader", "mix_seed"]
+__all__ = ["Loader", "ResumableLoader", "SeededBatches", "TensorLoader", "make_loader", "mix_seed"]
 
 
 def mix_seed(*numbers: int) -> int:
@@ -95,18 +97,22 @@ class SeededBatches(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         # Not a generator: with workers the first batches are asked for at once, without they are
         # asked for later, and the epoch must be the same in both.
+        return iter([batch.tolist() for batch in self.tensors()])
+
+    def tensors(self) -> list[Tensor]:
+        """The batches of this process that are left of the epoch, as tensors of indices."""
         first = self.resume[1] if self.epoch == self.resume[0] else 0
         batches = self._global_batches(self.epoch)[first:]
-        return iter([batch[self.rank :: self.world] for batch in batches])
+        return [batch[self.rank :: self.world] for batch in batches]
 
-    def _global_batches(self, epoch: int) -> list[list[int]]:
+    def _global_batches(self, epoch: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))
         if self.shuffle:
             order = torch.randperm(self.size, generator=generator)
         else:
             order = torch.arange(self.size)
         if self.max_tokens is None or self.lengths is None:
-            batches = [chunk.tolist() for chunk in order.split(self.batch_size)]
+            batches = list(order.split(self.batch_size))
         else:
             batches = self._by_tokens(order, self.max_tokens)
             if self.shuffle:
@@ -114,25 +120,24 @@ class SeededBatches(Sampler[list[int]]):
                 batches = [batches[index] for index in shuffled]
         whole = [batch for batch in batches if len(batch) >= self.world]
         if not self.shuffle and len(whole) < len(batches):
-            rest = [index for batch in batches if len(batch) < self.world for index in batch]
-            whole = [*whole[:-1], (whole[-1] if whole else []) + rest]
+            rest = [batch for batch in batches if len(batch) < self.world]
+            whole = [*whole[:-1], torch.cat([*whole[-1:], *rest])]
         return whole
 
-    def _by_tokens(self, order: torch.Tensor, max_tokens: int) -> list[list[int]]:
+    def _by_tokens(self, order: Tensor, max_tokens: int) -> list[Tensor]:
         assert self.lengths is not None
         for side in reversed(self.lengths):
             order = order[torch.argsort(side[order], stable=True)]
         longest = torch.stack(self.lengths).amax(0)
-        batches: list[list[int]] = []
-        batch: list[int] = []
-        widest = 0
-        for index, tokens in zip(order.tolist(), longest[order].tolist(), strict=True):
-            if batch and max(widest, tokens) * (len(batch) + 1) > max_tokens:
-                batches.append(batch)
-                batch, widest = [], 0
-            batch.append(index)
+        sizes: list[int] = []
+        count, widest = 0, 0
+        for tokens in longest[order].tolist():
+            if count and max(widest, tokens) * (count + 1) > max_tokens:
+                sizes.append(count)
+                count, widest = 0, 0
+            count += 1
             widest = max(widest, tokens)
-        return [*batches, batch] if batch else batches
+        return list(order.split([*sizes, count]))
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -146,21 +151,73 @@ class ResumableLoader(DataLoader[Any]):
         del state
 
 
+class TensorLoader:
+    """A loader for a set of tensors: it selects the rows of a batch where the set lies.
+
+    On a GPU this queues work and waits for nothing; the order of an epoch goes there in one piece.
+
+    Args:
+        data: the set.
+        batches: which rows make a batch.
+    """
+
+    def __init__(self, data: TensorSet, batches: SeededBatches) -> None:
+        self.data, self.batch_sampler = data, batches
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = self.batch_sampler.tensors()
+        there = torch.cat(batches).to(self.data.inputs.device) if batches else torch.empty(0)
+        shares = there.split([len(rows) for rows in batches])
+        # Whoever asks for an epoch gets it, whichever has begun by the time of its first batch.
+        return (self.data.batch(rows, share) for rows, share in zip(batches, shares, strict=True))
+
+    def state_dict(self) -> dict[str, int]:
+        """As in :class:`ResumableLoader`."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        del state
+
+
+Loader = ResumableLoader | TensorLoader
+
+
 def make_loader(
     data: Dataset[Any],
     batches: SeededBatches,
     collate: Callable[[list[Any]], Any] | None,
     workers: int,
-    pin_memory: bool,
-) -> ResumableLoader:
-    """A loader over these batches."""
+    device: torch.device | None = None,
+) -> Loader:
+    """A loader over these batches.
+
+    Args:
+        data: the data set; one of tensors is taken to the device if it fits there well.
+        batches: which examples make a batch.
+        collate: makes a batch of examples.
+        workers: processes that do so; 0 is none beside this one.
+        device: where the batches are needed.
+    """
+    on_gpu = device is not None and device.type == "cuda"
+    if isinstance(data, TensorSet) and workers == 0:
+        if device is not None and on_gpu and data.bytes <= _room(device):
+            data = data.to(device)
+        return TensorLoader(data, batches)
     return ResumableLoader(
         data,
         batch_sampler=batches,
         collate_fn=collate,
         num_workers=workers,
-        pin_memory=pin_memory,
+        pin_memory=on_gpu,
         persistent_workers=workers > 0,
         # Its own generator: making an iterator takes no random number from the training.
         generator=torch.Generator().manual_seed(batches.seed),
     )
+
+
+def _room(device: torch.device) -> int:
+    """Bytes of a device that a data set may take: sixteen runs at once leave half of it free."""
+    return torch.cuda.get_device_properties(device).total_memory // 32

@@ -134,6 +134,8 @@ class Trainer:
     """Refuse operators whose result depends on the order of threads."""
     compile: bool = False
     """torch.compile the model."""
+    cuda_graph: bool = False
+    """Record the training step once and replay it: small models train faster (one CUDA device)."""
     accumulate: int = 1
     """Batches whose gradients are summed before a step."""
     validate_every: int = 1
@@ -152,6 +154,15 @@ class Trainer:
         _positive(validate_every=self.validate_every, limit_batches=self.limit_batches)
         if self.epochs < 0 or self.checkpoint_minutes < 0:
             raise ValueError("epochs and checkpoint_minutes cannot be negative")
+        if self.cuda_graph:
+            for reason, met in (
+                ("devices=1 and strategy=auto", self.devices == 1 and self.strategy == "auto"),
+                ("compile=false", not self.compile),
+                ("accumulate=1", self.accumulate == 1),
+                ("a precision other than 16-mixed", self.precision != "16-mixed"),
+            ):
+                if not met:
+                    raise ValueError(f"cuda_graph needs {reason}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +216,11 @@ class TrainingRun(Run):
             raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
         if self.annealing is not None and self.straight_through is not None:
             raise ValueError("annealing and straight_through are two ways to one end: choose one")
+        if self.trainer.cuda_graph and self.task == "translation":
+            raise ValueError(
+                "trainer.cuda_graph records one step for all batches of a shape, and hardly two "
+                "batches of a translation have one: train it without"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 
 from espformer.nn import harden as harden_model
@@ -97,7 +98,11 @@ def anneal(
             data=data,
             optimizer=optimizer,
             schedule=Schedule(),
-            trainer=dataclasses.replace(run.trainer, epochs=epochs),
+            trainer=dataclasses.replace(
+                run.trainer,
+                epochs=epochs,
+                cuda_graph=run.trainer.cuda_graph and torch.cuda.is_available(),
+            ),
             annealing=Annealing(factor=factor),
             straight_through=None,
             start=Start(checkpoint=str(file.resolve())),

@@ -12,11 +12,18 @@ from espformer.training.config import Optimizer, Schedule
 __all__ = ["learning_rate_factor", "make_optimizer", "make_schedule"]
 
 
-def make_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, config: Optimizer, *, allow_fused: bool = True
+) -> torch.optim.Optimizer:
     """The optimiser, with a group of its own for learnt sort temperatures.
 
     Their logarithms move on another scale than weights: they get a larger learning rate, and no
     weight decay, which would pull the temperatures towards one.
+
+    Args:
+        model: its parameters are optimised, where they are now.
+        config: the optimiser.
+        allow_fused: update all parameters in one kernel, on CUDA devices.
     """
     temperatures: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
@@ -31,11 +38,12 @@ def make_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer
     if temperatures:
         rate = rate * config.temperature_multiplier
         groups.append({"params": temperatures, "lr": rate, "weight_decay": 0.0})
+    fused = allow_fused and all(p.device.type == "cuda" for p in (*temperatures, *others))
+    options: dict[str, Any] = {"lr": config.learning_rate, "fused": fused or None}
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum)
-    betas = (config.betas[0], config.betas[1])
+        return torch.optim.SGD(groups, momentum=config.momentum, **options)
     kind = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
-    return kind(groups, lr=config.learning_rate, betas=betas)
+    return kind(groups, betas=(config.betas[0], config.betas[1]), **options)
 
 
 def learning_rate_factor(

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from espformer.nn import harden, soften
+from espformer.training import graphs
 from espformer.training.assemble import TaskData, load_task, load_weights, make_learner
 from espformer.training.callbacks import (
     AnnealTemperature,
@@ -32,7 +33,7 @@ from espformer.training.checkpoints import (
 )
 from espformer.training.config import Run, TimingRun, TrainingRun
 from espformer.training.errors import RunError
-from espformer.training.learner import MARK, Learner
+from espformer.training.learner import LOG_EVERY, MARK, Learner
 from espformer.training.recipe import load_recipe
 from espformer.training.records import (
     check_same,
@@ -91,6 +92,8 @@ def execute(
 def _train(
     run: TrainingRun, directory: Path, output: Path | None, progress: bool | None
 ) -> dict[str, Any]:
+    if run.trainer.cuda_graph:
+        graphs.check_possible(run)
     last = directory / "last.ckpt"
     # Read before anything is built: a checkpoint that cannot be used stops the run here.
     position = _position(last, run) if last.exists() else None
@@ -100,6 +103,7 @@ def _train(
         _begin_with(run, learner, directory, output)
     data = TaskData(run, task, position or (0, 0))
     trainer = make_trainer(run, directory, progress=progress)
+    learner.lines = trainer.progress_bar_callback is None
     scores: dict[str, float] = {}
     if run.start is not None:
         scores["start"] = _start_score(trainer, learner, data, directory, position is None)
@@ -161,7 +165,8 @@ def make_trainer(
     _quiet()
     config = run.trainer
     progress = sys.stderr.isatty() if progress is None else progress
-    callbacks: list[Callback] = [RichProgressBar(leave=False)] if progress else []
+    # Drawing after each step would take longer than the steps of a small model.
+    callbacks: list[Callback] = [RichProgressBar(20, leave=False)] if progress else []
     loggers: list[Any] = []
     if directory is not None and not evaluation:
         callbacks += _training_callbacks(run, directory)
@@ -191,7 +196,7 @@ def make_trainer(
         enable_model_summary=False,
         enable_checkpointing=bool(loggers),
         logger=loggers,
-        log_every_n_steps=50,
+        log_every_n_steps=LOG_EVERY,
         callbacks=callbacks,
         plugins=[AtomicCheckpointIO()],
         default_root_dir=directory,

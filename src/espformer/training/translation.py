@@ -6,7 +6,6 @@ import torch
 import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
 
 from espformer.data import Task
 from espformer.training.batches import SeededBatches
@@ -43,13 +42,11 @@ class Translator(Learner):
     def __init__(self, run: TrainingRun, model: nn.Module, task: Task) -> None:
         super().__init__(run, model)
         self.task = task
-        self.losses = nn.ModuleDict(
-            {stage: MeanMetric() for stage in ("train_loss", "valid_loss", "test_loss")}
-        )
         self._hypotheses: list[str] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss, tokens = self._measure("train", batch, self.run.label_smoothing)
+        self.log_loss(loss)
         return self.weighted(loss, tokens)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -59,16 +56,20 @@ class Translator(Learner):
         self._evaluate("test", batch)
 
     def on_validation_epoch_start(self) -> None:
+        super().on_validation_epoch_start()
         self._hypotheses = []
 
     def on_test_epoch_start(self) -> None:
+        super().on_test_epoch_start()
         self._hypotheses = []
 
     def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
         split = self.task.test if self.task.valid is None else self.task.valid
         self._log_bleu("valid", split, self.trainer.val_dataloaders)
 
     def on_test_epoch_end(self) -> None:
+        super().on_test_epoch_end()
         self._log_bleu("test", self.task.test, self.trainer.test_dataloaders)
 
     def _measure(
@@ -84,9 +85,7 @@ class Translator(Learner):
             label_smoothing=smoothing,
         )
         tokens = present.sum()
-        mean: Any = self.losses[f"{stage}_loss"]
-        mean.update(loss.detach(), weight=tokens)
-        self.log(f"{stage}/loss", mean, on_step=False, on_epoch=True, prog_bar=stage != "test")
+        self.tallies[stage].add(loss, tokens)
         return loss, tokens
 
     def _evaluate(self, stage: str, batch: dict[str, Tensor]) -> None:
