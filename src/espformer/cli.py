@@ -16,6 +16,7 @@ except ModuleNotFoundError as missing:
 
 from espformer.commands.bench import bench
 from espformer.commands.export import export
+from espformer.commands.finetune import finetune
 from espformer.commands.plot import plot
 from espformer.commands.results import results
 
@@ -289,6 +290,7 @@ def recipes(
     console.print(table)
 
 
+app.command()(finetune)
 app.command()(export)
 app.command()(bench)
 app.command()(plot)

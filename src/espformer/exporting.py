@@ -1,0 +1,222 @@
+"""From what is on disk to a graph: a trained run, a fine-tuned one, or a transformers directory."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from espformer.data import Task
+from espformer.integrations.onnx import export_onnx, export_program, onnx_difference
+from espformer.nn import ESP, harden, soften
+from espformer.training.checkpoints import read_checkpoint
+from espformer.training.errors import RunError
+from espformer.training.learner import MARK
+
+__all__ = ["Exportable", "export_model", "open_model"]
+
+TOLERANCE = 1e-4
+# (batch, length): the sizes that a graph is made with, and others that it must serve.
+EXAMPLE, OTHERS = (2, 12), ((1, 7), (3, 33))
+
+
+@dataclass(frozen=True)
+class Exportable:
+    """A model, and the names, kinds and sizes of its inputs.
+
+    Attributes:
+        model: the model, in evaluation mode.
+        inputs: name of each input and its kind: "ids", "mask", "images" or "points".
+        vocabulary: number of token ids.
+        image: (channels, height, width).
+        longest: most tokens that the model takes.
+    """
+
+    model: nn.Module
+    inputs: dict[str, str]
+    vocabulary: int = 0
+    image: tuple[int, int, int] = (0, 0, 0)
+    longest: int | None = None
+
+    @property
+    def has_length(self) -> bool:
+        """Whether the number of tokens can vary."""
+        return "images" not in self.inputs.values()
+
+    def example(self, batch: int, length: int, seed: int = 0) -> dict[str, Tensor]:
+        """Random inputs; sequences of a batch differ in length, the first is the longest."""
+        generator = torch.Generator().manual_seed(seed)
+        length = length if self.longest is None else min(length, self.longest)
+        lengths = torch.randint(1, length + 1, (batch, 1), generator=generator)
+        lengths[0] = length
+        mask = torch.arange(length) < lengths
+        makers = {
+            "ids": lambda: torch.randint(self.vocabulary, (batch, length), generator=generator),
+            "mask": lambda: mask,
+            "integer_mask": mask.long,
+            "images": lambda: torch.randn(batch, *self.image, generator=generator),
+            "points": lambda: torch.randn(batch, length, 3, generator=generator),
+        }
+        return {name: makers[kind]() for name, kind in self.inputs.items()}
+
+
+def open_model(path: Path, which: str = "last") -> Exportable:
+    """The model of a run's directory or checkpoint, or of a directory of transformers."""
+    if (path / "config.json").is_file():
+        return _transformers(path)
+    if path.is_dir() and not (path / "config.yaml").is_file():
+        raise RunError(
+            f"{path}: expected the directory of a run (with config.yaml), a checkpoint, or a "
+            "directory that save_pretrained of transformers wrote (with config.json)"
+        )
+    file = path / f"{which}.ckpt" if path.is_dir() else path
+    checkpoint = read_checkpoint(file)
+    if checkpoint[MARK]["run"].get("task") == "finetuning":
+        from espformer.finetuning import load_classifier
+
+        model = load_classifier(file)
+        config: Any = model.encoder.config
+        return Exportable(
+            model,
+            {"inputs": "ids", "mask": "mask"},
+            vocabulary=int(config.vocab_size),
+            longest=getattr(config, "max_position_embeddings", None),
+        )
+    return _run(file, checkpoint)
+
+
+def _run(file: Path, checkpoint: dict[str, Any]) -> Exportable:
+    from espformer.training.assemble import load_task, load_weights, make_model
+    from espformer.training.life import open_checkpoint
+
+    run, _ = open_checkpoint(file)
+    if run.task == "translation":
+        raise RunError(
+            f"{file}: a translator writes word by word, which is no single graph; classifiers can "
+            "be exported"
+        )
+    results = file.parent / "results.json"
+    if results.exists():
+        # The data themselves are not needed: a finished run remembers what the model was told.
+        info = json.loads(results.read_text(encoding="utf-8")).get("data", {})
+        last: Tensor = next(x for x in reversed(checkpoint["state_dict"].values()) if x.dim() == 1)
+        classes = len(info["class_names"]) if "class_names" in info else len(last)
+        nothing: Any = []
+        task = Task(run.data.set.name, nothing, nothing, classes=classes, info=info)
+    else:
+        task = load_task(run)
+    model = make_model(run, task).eval()
+    load_weights(model, checkpoint["state_dict"], str(file))
+    if "vocabulary_size" in task.info:
+        words = int(task.info["vocabulary_size"])
+        inputs = {"inputs": "ids", "mask": "mask"}
+        return Exportable(model, inputs, words, longest=int(task.info["max_length"]))
+    if "image_size" in task.info:
+        size = int(task.info["image_size"])
+        image = (int(task.info["channels"]), size, size)
+        return Exportable(model, {"inputs": "images"}, image=image)
+    return Exportable(model, {"inputs": "points"})
+
+
+def _transformers(path: Path) -> Exportable:
+    import transformers
+
+    from espformer.integrations.pretrained import load_pretrained
+
+    raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    name = next(iter(raw.get("architectures") or []), "AutoModel")
+    kind = getattr(transformers, name, None)
+    if kind is None:
+        raise RunError(f"{path}: this version of transformers has no {name}")
+    if raw.get("is_encoder_decoder"):
+        raise RunError(
+            f"{path}: {name} writes word by word, which is no single graph; save its encoder "
+            "(model.get_encoder().save_pretrained(...)) and export that"
+        )
+    try:
+        if raw.get("espformer"):
+            model = load_pretrained(kind, str(path), dtype=torch.float32).eval()
+        else:
+            model = kind.from_pretrained(path, dtype=torch.float32).eval()
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path}: {' '.join(str(error).split())[:300]}") from None
+    config: Any = model.config
+    # A tuple has the same outputs in every exporter, and no cache among them.
+    config.return_dict = False
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    if getattr(model, "main_input_name", "input_ids") == "pixel_values":
+        size = config.image_size
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        image = (int(config.num_channels), int(height), int(width))
+        return Exportable(model, {"pixel_values": "images"}, image=image)
+    # Positions of RoBERTa begin after the padding token.
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and "roberta" in str(config.model_type):
+        longest -= int(config.pad_token_id) + 1
+    inputs = {"input_ids": "ids", "attention_mask": "integer_mask"}
+    return Exportable(model, inputs, int(config.vocab_size), longest=longest)
+
+
+def export_model(source: Exportable, path: Path, form: str, *, soft: bool = False) -> float:
+    """Write the graph of a model and compare it with the model, at sizes it was not made with too.
+
+    Args:
+        source: the model.
+        path: of the file.
+        form: "onnx" or "torch" (``torch.export``).
+        soft: keep the soft sort; else ESP attention sorts exactly, as :func:`espformer.harden`.
+
+    Returns:
+        The largest difference of an output from the model's.
+
+    Raises:
+        RunError: the graph cannot be made, or computes something else.
+    """
+    model = source.model.eval()
+    if any(isinstance(module, ESP) for module in model.modules()):
+        (soften if soft else harden)(model)
+    example = source.example(*EXAMPLE)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    options: dict[str, Any] = {"dynamic_length": source.has_length}
+    try:
+        if form == "onnx":
+            export_onnx(model, example, path, tolerance=None, **options)
+        else:
+            program = export_program(model, example, **options)
+            torch.export.save(program, path)
+    except ImportError as error:
+        raise RunError(str(error)) from None
+    except Exception as error:
+        advice = "; a hardened model is easier to export, leave --soft out" if soft else ""
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise RunError(f"{form}: the exporter refused this model: {reason}{advice}") from error
+    sizes = [EXAMPLE, *OTHERS] if source.has_length else [EXAMPLE, (1, 0), (3, 0)]
+    worst = 0.0
+    for number, (batch, length) in enumerate(sizes):
+        inputs = source.example(batch, max(length, 1), seed=number)
+        if form == "onnx":
+            found = onnx_difference(model, inputs, path)
+        else:
+            found = _program_difference(model, inputs, path)
+        if not found <= TOLERANCE:
+            raise RunError(
+                f"{path}: for batch {batch} and length {length} its output is {found:.2e} away "
+                f"from the model's, more than {TOLERANCE:.0e}; do not use the file"
+            )
+        worst = max(worst, found)
+    return worst
+
+
+def _program_difference(model: nn.Module, inputs: dict[str, Tensor], path: Path) -> float:
+    with torch.no_grad():
+        leaves = torch.utils._pytree.tree_leaves
+        wanted = leaves(model(**inputs))
+        found = leaves(torch.export.load(path).module()(**inputs))
+    return max(
+        float((a - b).abs().max())
+        for a, b in zip(found, wanted, strict=True)
+        if isinstance(a, Tensor)
+    )
