@@ -1,16 +1,21 @@
 """Experiments: planned, done several at a time, kept, continued, and put beside the paper."""
 
+import io
 import json
+import os
+import subprocess
 import sys
+import time
 
 import pytest
 from rich.console import Console
 
-from espformer.training import RunError, load_recipe
+from espformer.training import RunError, experiments, load_recipe
 from espformer.training.estimate import Estimator, words
-from espformer.training.experiments import do_all, plan
+from espformer.training.experiments import do_all, plan, rough_work
 from espformer.training.figures import plot_experiment, plot_run
 from espformer.training.paper_numbers import TABLES, Number
+from espformer.training.records import only_one
 from espformer.training.report import collect, write_report
 from espformer.training.results import read_file
 from espformer.training.runner import execute
@@ -19,23 +24,38 @@ from espformer.training.section import markdown, summarise
 QUIET = Console(quiet=True)
 
 FAKE = """
-import json, pathlib, sys, time
+import json, os, pathlib, sys, time
 directory = pathlib.Path(sys.argv[1])
 with open(directory.parents[3] / "order.txt", "a") as file:
     file.write(directory.parent.name + "\\n")
 if sys.argv[2] == "fail":
     sys.exit("it went wrong")
+if sys.argv[2] == "killed" and not (directory / "begun").exists():
+    (directory / "begun").touch()
+    os.kill(os.getpid(), 9)
 (directory / "results.json").write_text(json.dumps({"scores": {"test": 1.0}}))
 """
 
 
 @pytest.fixture
 def jobs(recipe, tiny, tmp_path):
-    """Jobs whose command writes results without training."""
+    """Jobs that write results without training."""
     made = plan(recipe, str(tiny), tmp_path / "out", seeds=[0], only=["plain"])
     for job in made:
-        job.command = [sys.executable, "-c", FAKE, str(job.directory), "ok"]
+        job.arguments = [str(job.directory), "ok"]
     return made
+
+
+def fake(arguments, log, environment):
+    with open(log, "ab") as file:
+        return subprocess.Popen(
+            [sys.executable, "-c", FAKE, *arguments],
+            stdout=file, stderr=file, env={**os.environ, **environment},
+        )  # fmt: skip
+
+
+def do_fake(jobs, at_once, console=QUIET):
+    return do_all(jobs, at_once, console, fake)
 
 
 def order(tmp_path):
@@ -47,38 +67,130 @@ def test_commands_say_everything(recipe, tiny, tmp_path):
         recipe, str(tiny), tmp_path, seeds=[3], only=["learnt"], overrides=["trainer.epochs=1"]
     )
     assert [job.run.setting for job in made] == ["plain", "smooth"]
-    text = " ".join(made[1].command)
+    text = " ".join(made[1].arguments)
     for part in ("--mechanism learnt", "--setting smooth", "--seed 3", "trainer.epochs=1"):
         assert part in text
 
 
 def test_all_are_done_and_none_twice(jobs, tmp_path):
-    assert do_all(jobs, 2, QUIET) == []
+    assert do_fake(jobs, 2) == []
     assert sorted(order(tmp_path)) == ["espformer", "learnt", "transformer"]
     assert all(job.state == "finished" for job in jobs)
     (jobs[0].directory / "results.json").unlink()
     assert jobs[0].state == "new"
-    assert do_all(jobs, 2, QUIET) == []
+    assert do_fake(jobs, 2) == []
     assert len(order(tmp_path)) == 4, "only what was missing was done again"
 
 
 def test_a_failure_stops_what_needs_it_and_nothing_else(jobs, tmp_path):
-    jobs[0].command[-1] = "fail"
+    jobs[0].arguments[-1] = "fail"
     jobs[1].needs = [jobs[0].directory]
-    failed = do_all(jobs, 1, QUIET)
+    failed = do_fake(jobs, 1)
     assert [job.name for job in failed] == [jobs[0].name, jobs[1].name]
     assert jobs[2].state == "finished"
     assert "it went wrong" in (jobs[0].directory / "log.txt").read_text()
-    jobs[0].command[-1] = "ok"
-    assert do_all(jobs, 1, QUIET) == []
+    jobs[0].arguments[-1] = "ok"
+    assert do_fake(jobs, 1) == []
     assert order(tmp_path).count("transformer") == 2
 
 
 def test_what_is_needed_comes_first(jobs, tmp_path):
     jobs[0].needs = [jobs[2].directory]
-    do_all(jobs, 3, QUIET)
+    do_fake(jobs, 3)
     names = order(tmp_path)
     assert names.index("learnt") < names.index("transformer")
+
+
+def test_a_killed_run_goes_on_once(jobs, tmp_path):
+    jobs[0].arguments[-1] = "killed"
+    assert do_fake(jobs, 1) == []
+    assert order(tmp_path).count("transformer") == 2
+    (jobs[0].directory / "results.json").unlink()
+    (jobs[0].directory / "begun").unlink()
+    assert jobs[0].attempts == 2
+    assert do_fake(jobs, 1) == [jobs[0]], "a run that is killed again has a reason"
+
+
+def test_failures_are_told_again_at_the_end(jobs):
+    jobs[0].arguments[-1] = "fail"
+    console = Console(record=True, width=300, file=io.StringIO())
+    do_fake(jobs, 1, console)
+    lines = [line for line in console.export_text().splitlines() if line.strip()]
+    assert any("it went wrong" in line for line in lines)
+    assert lines[-1].endswith(f"see {jobs[0].log}")
+
+
+def test_the_longest_begin_first(tmp_path):
+    recipe = load_recipe("mnist-patch-size")
+    runs = {
+        (label, setting): recipe.run(label, setting)
+        for label in ("transformer", "espformer")
+        for setting in ("patch=2", "patch=14")
+    }
+    names = sorted(runs, key=lambda name: -rough_work(runs[name]))
+    assert names == [
+        ("espformer", "patch=2"), ("transformer", "patch=2"),
+        ("espformer", "patch=14"), ("transformer", "patch=14"),
+    ]  # fmt: skip
+
+
+def test_what_is_timed_is_timed_alone(tmp_path):
+    recipe = load_recipe("runtime")
+    made = plan(recipe, "runtime", tmp_path, seeds=[0])[:2]
+    for job in made:
+        job.arguments = [str(job.directory), "ok"]
+    console = Console(record=True, width=300, file=io.StringIO())
+    do_fake(made, 8, console)
+    assert "2 to do, 1 at once (what is timed is timed alone)" in console.export_text()
+
+
+def test_data_are_prepared_once(recipe, tiny, tmp_path, monkeypatch):
+    made = plan(recipe, str(tiny), tmp_path / "out", seeds=[0, 1])
+    asked = []
+    monkeypatch.setattr(experiments, "load_task", lambda run: asked.append(run.seed))
+    experiments._prepare_data(made, QUIET)
+    assert len(made) == 12
+    assert asked == [0, 1]
+
+
+def test_missing_data_are_told_before_anything_starts(recipe, tiny, tmp_path):
+    overrides = ["data.set=mnist", f"data.directory={tmp_path}"]
+    made = plan(recipe, str(tiny), tmp_path / "out", overrides=overrides)
+    with pytest.raises(RunError, match="mnist"):
+        experiments._prepare_data(made, QUIET)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_forks_end_with_their_parent(tiny, tmp_path):
+    """`reproduce` is killed: its runs stop, and can be taken up at once."""
+    overrides = ["trainer.epochs=10000", "trainer.checkpoint_minutes=0"]
+    command = [
+        *(sys.executable, "-m", "espformer.cli", "reproduce", str(tiny), "--seeds", "0"),
+        *("--only", "learnt", "--only", "plain", "--output", str(tmp_path), *overrides),
+    ]
+    parent = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    directory = tmp_path / "tiny" / "plain" / "learnt" / "seed-0"
+    wait_until(lambda: (directory / "last.ckpt").exists())
+    parent.kill()
+    parent.wait()
+
+    def free():
+        try:
+            with only_one(directory / ".lock"):
+                return True
+        except RunError:
+            return False
+
+    wait_until(free)
+    assert "stopped; the same command goes on" in (directory / "log.txt").read_text()
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.slow

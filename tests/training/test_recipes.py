@@ -234,6 +234,6 @@ def test_prerequisites_come_first(tmp_path):
         assert first == ("cats-dogs", "espformer", "1%", second[3])
         assert second[0] == "cats-dogs-anneal"
     assert jobs[1].needs == [jobs[0].directory]
-    assert "trainer.precision=64-true" in jobs[0].command
-    assert "annealing.factor=0.5" not in jobs[0].command
-    assert "annealing.factor=0.5" in jobs[1].command
+    assert "trainer.precision=64-true" in jobs[0].arguments
+    assert "annealing.factor=0.5" not in jobs[0].arguments
+    assert "annealing.factor=0.5" in jobs[1].arguments
