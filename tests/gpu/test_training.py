@@ -208,3 +208,22 @@ def test_steps_do_not_wait_for_the_device(recipe: Any, tmp_path: Path) -> None:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
     assert counted["steps"] == 40
+
+
+def test_forked_runs_use_the_device(recipe: Any, tmp_path: Path) -> None:
+    """Several at once, forked from a process that must not have touched the GPU."""
+    import json
+
+    from rich.console import Console
+
+    from espformer.training.experiments import do_all, plan
+
+    overrides = ["trainer.cuda_graph=true", "trainer.epochs=1"]
+    source = str(tmp_path / "tiny.yaml")
+    only = ["softmax", "absolute", "both"]
+    jobs = plan(recipe, source, tmp_path / "out", only=only, overrides=overrides)
+    assert do_all(jobs, 3, Console(quiet=True)) == [], jobs[0].log.read_text()
+    for job in jobs:
+        results = json.loads((job.directory / "results.json").read_text())
+        assert results["device"] == torch.cuda.get_device_name()
+        assert "starting afresh" not in job.log.read_text()

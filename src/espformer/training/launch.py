@@ -24,7 +24,8 @@ __all__ = ["Launch", "Process", "by_command", "forked", "prepare_fork", "suited"
 
 # What a run imports, sooner or later.
 _PRELOAD = (
-    "espformer.cli",
+    "typer",
+    "rich.table",
     "espformer.training.runner",
     "espformer.training.display",
     "espformer.training.graphs",
@@ -120,6 +121,7 @@ def _work(arguments: list[str], log: str, environment: dict[str, str]) -> None:
     os.dup2(file, 2)
     os.environ.update(environment)
     if _gpu_is_lost():
+        print("this fork cannot use the GPU: starting afresh", flush=True)
         command = [sys.executable, "-m", "espformer.cli", *arguments]
         os.execv(sys.executable, command)
     if "OMP_NUM_THREADS" in environment:

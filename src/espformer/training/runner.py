@@ -1,6 +1,7 @@
 """One run, from its description to `results.json`: started, continued, or found finished."""
 
 import contextlib
+import importlib.util
 import json
 import logging
 import sys
@@ -175,7 +176,8 @@ def make_trainer(
         loggers.append(
             CSVLogger(directory, name="logs", version=attempt, flush_logs_every_n_steps=1)
         )
-        loggers.append(TensorBoardLogger(directory, name="logs", version=attempt))
+        if importlib.util.find_spec("tensorboard") or importlib.util.find_spec("tensorboardX"):
+            loggers.append(TensorBoardLogger(directory, name="logs", version=attempt))
     return Trainer(
         accelerator=config.accelerator,
         devices=config.devices,
