@@ -38,6 +38,32 @@ def test_digits_end_to_end(tmp_path):
     assert list((directory / "logs").glob("*/events.out.tfevents.*")), "TensorBoard has it too"
 
 
+@pytest.mark.parametrize("label", ["transformer", "espformer"])
+def test_throughput_beside_softmax(recipe, tmp_path, capsys, label):
+    """An ESP run says at what share of softmax's throughput it trains, measured in this run."""
+    overrides = ["trainer.compare_throughput=true", "trainer.epochs=1"]
+    results = execute(recipe.run(label, overrides=overrides), tmp_path, progress=False)
+    printed = capsys.readouterr().out
+    if label == "transformer":
+        assert results["throughput"] is None
+        assert "throughput" not in printed
+        return
+    measured = results["throughput"]
+    own, softmax = measured["samples_per_second"], measured["softmax_samples_per_second"]
+    assert measured["share"] == own / softmax
+    assert 0.01 < measured["share"] < 1, "four tokens: sorting cannot be cheaper than nothing"
+    assert measured["batch_size"] == 32
+    assert f"{100 * own / softmax:.0f} % of the {softmax:,.0f} of softmax attention" in printed
+
+
+def test_measuring_throughput_changes_nothing(recipe, tmp_path):
+    for name in ("true", "false"):
+        overrides = [f"trainer.compare_throughput={name}", "harden=true"]
+        execute(recipe.run("espformer", overrides=overrides), tmp_path / name, progress=False)
+    a, b = (read_checkpoint(tmp_path / name / "last.ckpt") for name in ("true", "false"))
+    assert all(torch.equal(a["state_dict"][key], b["state_dict"][key]) for key in a["state_dict"])
+
+
 def test_it_learns(recipe, tmp_path):
     overrides = ["trainer.limit_batches=null", "trainer.epochs=3", "trainer.validate_every=3"]
     results = execute(recipe.run("transformer", overrides=overrides), tmp_path, progress=False)

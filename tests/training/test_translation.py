@@ -102,3 +102,20 @@ def test_corpus_bleu_of_known_texts():
         100.0
     )
     assert corpus_bleu(["a b c d"], ["w x y z"]) < 20
+
+
+def test_tokenised_texts_are_not_tokenised_again():
+    """As Moses writes it, &apos;s is one word; sacrebleu's own tokens would make four of it."""
+    moses = ["that &apos;s the man &apos;s house ."]
+    wrong = ["this &apos;s a man &apos;s boat ."]
+    again, as_it_is = (corpus_bleu(wrong, moses, tokenize) for tokenize in ("13a", "none"))
+    assert again > as_it_is + 10, "the pieces of an entity count as words that were found"
+    assert corpus_bleu(moses, moses, "none") == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize(("name", "tokenize"), [("iwslt14", "none"), ("multi30k", "13a")])
+def test_data_sets_say_how_words_are_found(tmp_path, name, tokenize):
+    import espformer.data
+    from espformer.data.make_tiny import make_tiny
+
+    assert espformer.data.load(name, data_dir=make_tiny(tmp_path)).info["bleu_tokenize"] == tokenize

@@ -97,4 +97,5 @@ def load(
         vocabulary_size=vocabulary_size,
         subset=subset,
         text_form="tokenised by Moses, lower case",
+        bleu_tokenize="none",
     )

@@ -62,5 +62,10 @@ def load(
     files = find(SOURCE, data_dir)
     pairs = {split: read_pairs(paths) for split, paths in files.splits.items()}
     return translation_task(
-        files, pairs, max_length=max_length, vocabulary_size=vocabulary_size, text_form="raw"
+        files,
+        pairs,
+        max_length=max_length,
+        vocabulary_size=vocabulary_size,
+        text_form="raw",
+        bleu_tokenize="13a",
     )

@@ -148,6 +148,8 @@ class Trainer:
     """Only so many batches per evaluation: to try something out."""
     attention_statistics: bool = True
     """Log the error of row and column sums and the entropy of the attention after each epoch."""
+    compare_throughput: bool = False
+    """ESP classifiers: time some steps, also with softmax attention, and print the share."""
 
     def __post_init__(self) -> None:
         _positive(devices=self.devices, accumulate=self.accumulate)

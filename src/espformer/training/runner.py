@@ -46,7 +46,9 @@ from espformer.training.records import (
     read_results,
     run_directory,
 )
+from espformer.training.specs import mechanism_uses_esp
 from espformer.training.strict import plain
+from espformer.training.throughput import beside_softmax, in_words
 
 __all__ = ["execute", "make_trainer", "score_percent"]
 
@@ -138,6 +140,10 @@ def _train(
         )  # fmt: skip
         scores["best"] = score_percent(best, learner)
     rate = _callback(trainer, Throughput).samples_per_second
+    compared = None
+    if _compares(run) and trainer.world_size == 1:
+        compared = beside_softmax(run, task, trainer.strategy.root_device)
+        print(in_words(compared))
     return {
         "score": learner.score,
         "scores": scores,
@@ -148,11 +154,17 @@ def _train(
         "seconds": seconds,
         "continued": position is not None,
         "samples_per_second": rate,
+        "throughput": compared,
         "parameters": sum(p.numel() for p in learner.model.parameters()),
         "data": task.info,
         "device": device_name(trainer.strategy.root_device),
         "devices": trainer.world_size,
     }
+
+
+def _compares(run: TrainingRun) -> bool:
+    wanted = run.trainer.compare_throughput and run.task == "classification"
+    return wanted and mechanism_uses_esp(run.mechanism)
 
 
 def make_trainer(

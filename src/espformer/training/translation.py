@@ -15,8 +15,14 @@ from espformer.training.learner import Learner, at_least_float32
 __all__ = ["Translator", "corpus_bleu"]
 
 
-def corpus_bleu(hypotheses: list[str], references: list[str]) -> float:
-    """BLEU of a corpus as sacrebleu computes it: on plain texts, with its own tokens.
+def corpus_bleu(hypotheses: list[str], references: list[str], tokenize: str = "13a") -> float:
+    """BLEU of a corpus, by sacrebleu.
+
+    Args:
+        hypotheses: translations.
+        references: what they are compared with, one for each.
+        tokenize: how sacrebleu finds the words: "13a" for plain texts, its standard; "none" for
+            texts that are tokenised already, where spaces alone separate words, as fairseq does.
 
     Example:
         >>> corpus_bleu(["a cat sat on the mat ."], ["a cat sat on the mat ."])  # doctest: +SKIP
@@ -24,7 +30,9 @@ def corpus_bleu(hypotheses: list[str], references: list[str]) -> float:
     """
     import sacrebleu
 
-    return float(sacrebleu.corpus_bleu(hypotheses, [references]).score)
+    # force: sacrebleu would warn that tokenised texts should be given as plain ones.
+    bleu = sacrebleu.corpus_bleu(hypotheses, [references], tokenize=tokenize, force=True)
+    return float(bleu.score)
 
 
 class Translator(Learner):
@@ -104,5 +112,6 @@ class Translator(Learner):
             torch.distributed.all_gather_object(gathered, pairs)
             pairs = {index: text for part in gathered for index, text in part.items()}
         texts = split.target_texts
-        bleu = corpus_bleu(list(pairs.values()), [texts[index] for index in pairs])
+        tokenize = self.task.info.get("bleu_tokenize", "13a")
+        bleu = corpus_bleu(list(pairs.values()), [texts[index] for index in pairs], tokenize)
         self.log(f"{stage}/bleu", bleu, prog_bar=True)
