@@ -136,3 +136,95 @@ def test_converting_again_replaces_the_mechanism(family):
     espformer.convert(model, Softmax())
     torch.testing.assert_close(run(family, model), before, atol=1e-5, rtol=1e-5)
     assert torch.equal(run(family, espformer.revert(model)), before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_autocast_is_the_same_attention(family):
+    """In 16 bits as in 32, training as evaluating; softmax is far from both."""
+    model, mask = make(family), MASK if family in WITH_PADDING else None
+    softmax = run(family, model, mask)
+    espformer.convert(model, ESP(0.3))
+    exact = run(family, model, mask)
+    results = []
+    for training in (True, False):
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode(), torch.autocast("cpu", torch.bfloat16):
+                results.append(run(family, model.train(training), mask).float().clone())
+    for result in results[1:]:
+        assert torch.equal(result, results[0])
+    rows = present if mask is not None else lambda _family, output: output
+    error, distance = (
+        (rows(family, results[0]) - rows(family, other)).norm() for other in (exact, softmax)
+    )
+    assert error < 0.2 * distance
+
+
+@pytest.mark.parametrize("family", WITH_PADDING)
+@pytest.mark.parametrize("options", [{}, {"straight_through": True}], ids=["soft", "straight"])
+def test_gradients_of_a_padded_batch_are_those_of_its_sequences(family, options):
+    model = espformer.convert(make(family), ESP(0.3, learn_temperature=True, **options), cross=True)
+
+    def gradients(mask, rows=slice(None)):
+        model.zero_grad()
+        output = run(family, model, mask, rows)
+        kept = output if family in DECODERS else output[mask]
+        kept.square().sum().backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    together = gradients(MASK)
+    summed = {name: torch.zeros_like(g) for name, g in together.items()}
+    for row, length in enumerate(MASK.sum(1).tolist()):
+        ones = torch.ones(1, length, dtype=torch.bool)
+        for name, gradient in gradients(ones, slice(row, row + 1)).items():
+            summed[name] += gradient
+    largest = max(float(g.abs().max()) for g in together.values())
+    for name, gradient in together.items():
+        assert (gradient - summed[name]).abs().max() < 2e-5 * largest, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
+@torch.no_grad()
+def test_compiled_models_are_the_same(family, hard):
+    model, mask = make(family), MASK if family in WITH_PADDING else None
+    espformer.convert(model, ESP(0.3, hard=hard))
+    expected = run(family, model, mask)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    for training in (True, False):
+        compiled.train(training)
+        torch.testing.assert_close(run(family, compiled, mask), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in DECODERS])
+@torch.no_grad()
+def test_exported_programs_are_the_same(family):
+    """Every family as a graph of torch.export, for batches and lengths that it has not seen."""
+    from espformer.integrations.onnx import export_program
+
+    model = espformer.convert(make(family), ESP(hard=True))
+    generator = torch.Generator().manual_seed(0)
+
+    def inputs(batch, length):
+        if family in ("vit", "deit", "timm"):
+            images = torch.randn(batch, 3, 16, 16, generator=generator)
+            return {"x" if family == "timm" else "pixel_values": images}
+        mask = torch.arange(length) < torch.randint(1, length + 1, (batch, 1), generator=generator)
+        if family.startswith("torch"):
+            x = torch.randn(batch, length, 16, generator=generator)
+            x = x.transpose(0, 1) if family == "torch-seq-first" else x
+            return {"src": x, "src_key_padding_mask": ~mask}
+        if family == "timm-like":
+            return {"input": torch.randn(batch, length, 16, generator=generator)}
+        ids = torch.randint(3, 50, (batch, length), generator=generator)
+        return {"input_ids": ids, "attention_mask": mask.long()}
+
+    program = export_program(model, inputs(2, 7)).module()
+    for batch, length in ((2, 7), (3, 12), (1, 2)):
+        given = inputs(batch, length)
+        found, wanted = program(**given), model(**given)
+        found, wanted = (x if isinstance(x, torch.Tensor) else x[0] for x in (found, wanted))
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)

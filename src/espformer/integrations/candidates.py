@@ -8,12 +8,22 @@ from torch import Tensor, nn
 
 from espformer.nn import Differential, Mechanism
 
-__all__ = ["CAUSAL", "CROSS", "Candidate", "Converted", "bind", "restore_class", "swap_class"]
+__all__ = [
+    "ASSUMED_CAUSAL",
+    "CAUSAL",
+    "CROSS",
+    "Candidate",
+    "Converted",
+    "bind",
+    "restore_class",
+    "swap_class",
+]
 
 # Where a converted module keeps its mechanism: the prefix of its extra keys in a state dict.
 MECHANISM = "mechanism"
 
 CAUSAL = "causal: a causal matrix whose rows and columns sum to one is the identity"
+ASSUMED_CAUSAL = f"{CAUSAL} (if it sees all tokens at once, pass causal=False)"
 CROSS = "cross-attention (pass cross=True to convert it too)"
 
 

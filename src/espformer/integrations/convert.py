@@ -9,7 +9,7 @@ from types import ModuleType
 from torch import nn
 
 from espformer.integrations import native, timm, torch_nn
-from espformer.integrations.candidates import CROSS, MECHANISM, Candidate, bind
+from espformer.integrations.candidates import ASSUMED_CAUSAL, CROSS, MECHANISM, Candidate, bind
 from espformer.integrations.report import ATTRIBUTE, ConversionReport, ConversionRow
 from espformer.nn import Mechanism, Slicer
 
@@ -19,7 +19,12 @@ Where = str | re.Pattern[str] | Callable[[str, nn.Module], bool]
 
 
 def convert(
-    model: nn.Module, mechanism: Mechanism, *, where: Where | None = None, cross: bool = False
+    model: nn.Module,
+    mechanism: Mechanism,
+    *,
+    where: Where | None = None,
+    cross: bool = False,
+    causal: bool = True,
 ) -> nn.Module:
     """Replace what the attention modules of a model compute, in place; their weights are kept.
 
@@ -44,6 +49,9 @@ def convert(
         cross: convert cross-attention too. In a decoder that writes word by word a
             doubly-stochastic cross-attention would let a word see later ones: what one query takes,
             the others lack.
+        causal: whether self-attention in an ``nn.TransformerDecoderLayer``, which only sees at the
+            call whether its mask is causal, is taken to be. False converts it too, for decoders
+            that see all their queries at once, as in DETR; a causal mask is then an error.
 
     Returns:
         The model that was given.
@@ -68,6 +76,8 @@ def convert(
     rows = []
     for depth, candidate in enumerate(find_attention(model)):
         reason = candidate.refusal
+        if reason == ASSUMED_CAUSAL and not causal:
+            reason = None
         if not chosen(candidate.name, candidate.module):
             reason = "not chosen by where" + _already(candidate)
         elif reason is None and candidate.cross and not cross:
@@ -130,6 +140,9 @@ def find_attention(model: nn.Module) -> list[Candidate]:
         candidate = next((c for c in candidates if c is not None), None)
         if candidate is not None:
             found[name] = candidate
+    for library in libraries:
+        if hasattr(library, "review"):
+            library.review(modules, found)
     for name, module in modules.items():
         unknown = "Attention" in type(module).__name__ and not isinstance(
             module, (Mechanism, Slicer)

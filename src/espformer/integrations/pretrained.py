@@ -1,11 +1,11 @@
 """Loading of converted models that ``save_pretrained`` of transformers has saved."""
 
-import functools
 from collections.abc import Iterable
 from typing import Any, cast
 
+import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
@@ -37,16 +37,23 @@ def load_pretrained(
     modules = (getattr(model.config, NAME, None) or {}).get("modules")
     if modules is None:
         raise ValueError(f"load_pretrained: {folder} does not hold a converted model")
-    if mechanism is None and None in modules.values():
+    if mechanism is None and any(None in part.values() for part in modules.values()):
         raise ValueError(
             "load_pretrained: the configuration cannot describe the mechanism of this model; pass "
             "mechanism="
         )
     delattr(model.config, NAME)
-    for settings in _different(modules.values()):
-        names = [name for name, other in modules.items() if other == settings]
+    found = _found(model, modules)
+    for settings in _different(found.values()):
+        chosen = {name for name, other in found.items() if other == settings}
         made = mechanism_from_settings(settings or {}) if mechanism is None else mechanism
-        convert(model, made, where=functools.partial(_chosen, names), cross=True)
+        convert(
+            model,
+            made,
+            where=lambda name, _, chosen=chosen: name in chosen,
+            cross=True,
+            causal=False,
+        )
 
     whole = cached_file(folder, "model.safetensors", _raise_exceptions_for_missing_entries=False)
     if whole is None:
@@ -55,21 +62,57 @@ def load_pretrained(
     else:
         files = [whole]
     marker = f".{MECHANISM}."
-    saved = {k: v for file in files for k, v in load_file(file).items() if marker in k}
-    for name, module in model.named_modules():
-        if _chosen(list(modules), name, module) and hasattr(module, MECHANISM):
-            mine = {
-                key.partition(marker)[2]: tensor
-                for key, tensor in saved.items()
-                if _chosen([key.partition(marker)[0]], name, module)
-            }
-            cast(nn.Module, getattr(module, MECHANISM)).load_state_dict(mine)
+    saved: dict[str, dict[str, Tensor]] = {}
+    for file in files:
+        for key, tensor in load_file(file).items():
+            owner, inside, name = key.partition(marker)
+            if inside:
+                saved.setdefault(owner, {})[name] = tensor
+    for name in found:
+        names = (_saved_name(model, name), name)
+        exact = [n for n in names if n in saved]
+        owner = next(iter(exact or [o for o in saved for n in names if _same(o, n)]), "")
+        held = cast(nn.Module, getattr(model.get_submodule(name), MECHANISM))
+        held.load_state_dict(saved.get(owner, {}))
     return cast(nn.Module, model)
 
 
-def _chosen(names: list[str], name: str, module: nn.Module) -> bool:
-    """Whether a module is one of these; names begin differently in a model with a head."""
-    return any(name == n or name.endswith(f".{n}") or n.endswith(f".{name}") for n in names)
+def _found(model: nn.Module, modules: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Names in this model, and settings, of the modules that were converted in the saved one."""
+    found = {}
+    every = [name for name, _ in model.named_modules()]
+    for root, converted in modules.items():
+        roots = [name for name, module in model.named_modules() if type(module).__name__ == root]
+        for name, settings in converted.items():
+            if len(roots) == 1:
+                there = [f"{roots[0]}.{name}" if roots[0] else name]
+            else:
+                # Saved with another head: names begin differently.
+                there = [other for other in every if _same(name, other)]
+            there = [other for other in there if other in every]
+            if len(there) != 1:
+                raise ValueError(
+                    f"load_pretrained: {name} of the {root} that was converted "
+                    f"{'is not' if not there else 'could be several modules'} in this "
+                    f"{type(model).__name__}; load it as {root}"
+                )
+            found[there[0]] = settings
+    return found
+
+
+def _saved_name(model: Any, name: str) -> str:
+    """Name of a module in files: transformers keeps those of older versions there."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return name
+    marker = f".{MECHANISM}._"
+    (key,) = revert_weight_conversion(model, {f"{name}{marker}": torch.zeros(1)})
+    return str(key).removesuffix(marker)
+
+
+def _same(name: str, other: str) -> bool:
+    return name == other or name.endswith(f".{other}") or other.endswith(f".{name}")
 
 
 def _different(items: Iterable[Any]) -> list[Any]:

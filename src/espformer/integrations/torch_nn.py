@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from espformer.integrations.candidates import (
+    ASSUMED_CAUSAL,
     CAUSAL,
     Candidate,
     Converted,
@@ -25,6 +26,8 @@ from espformer.nn import Mechanism
 
 __all__ = ["find", "revert"]
 
+# What decoder layers outside torch call the attention of their queries to another sequence.
+_CROSS_NAMES = {"multihead_attn", "cross_attn", "cross_attention", "encoder_attn"}
 _NESTED = "_espformer_use_nested_tensor"
 
 
@@ -42,8 +45,10 @@ def find(name: str, module: nn.Module, parent: nn.Module | None) -> Candidate | 
         candidate.refusal = "add_zero_attn=True adds a key that is no token, which has no mass"
     elif isinstance(parent, nn.TransformerDecoderLayer):
         if parent.self_attn is module:
-            candidate.refusal = CAUSAL
+            candidate.refusal = ASSUMED_CAUSAL
         candidate.cross = parent.multihead_attn is module
+    else:
+        candidate.cross = name.rpartition(".")[2] in _CROSS_NAMES
     return candidate
 
 

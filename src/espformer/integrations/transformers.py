@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -44,13 +44,48 @@ _HEAD_DIM = ("head_dim", "attention_head_size")
 
 @dataclass
 class _Place:
-    """What a module is in a converted model."""
+    """What a module is in a model of which something was converted.
 
-    base: str  # the attention function that the model had
+    Attributes:
+        base: the attention function that the model had.
+        cross: whether it is cross-attention.
+        converted: whether it has a mechanism.
+        settings: of the mechanism, None if a dictionary cannot hold them.
+        root: class of the model that it was converted in.
+        name: its name there.
+    """
+
+    base: str
     cross: bool
-    converted: bool
-    settings_before: dict[str, Any] | None
-    group: list["_Place"]  # all modules that share one configuration
+    converted: bool = False
+    settings: dict[str, Any] | None = None
+    root: str = ""
+    name: str = ""
+
+
+class _Entry(dict[str, Any]):
+    """The entry of a configuration while its model lives; saved and loaded, it is a dictionary.
+
+    It says which modules of which classes of models have which mechanism. ``places`` are all
+    modules that were looked at, ``before`` is the entry that was there.
+    """
+
+    def __init__(self, base: str, before: dict[str, Any] | None) -> None:
+        super().__init__(base=base, modules={})
+        self.places: list[_Place] = []
+        self.before = before
+
+    def refresh(self) -> bool:
+        """Write down what is converted; False if nothing is."""
+        modules: dict[str, dict[str, Any]] = {}
+        for place in self.places:
+            if place.converted:
+                modules.setdefault(place.root, {})[place.name] = place.settings
+        self["modules"] = modules
+        return bool(modules)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Entry, (self["base"], self.before), self.__dict__, None, iter(self.items())
 
 
 def find(name: str, module: nn.Module, parent: nn.Module | None) -> Candidate | None:
@@ -71,10 +106,14 @@ def find(name: str, module: nn.Module, parent: nn.Module | None) -> Candidate | 
 
 
 def _uses_registry(module: nn.Module) -> bool:
-    forward = inspect.unwrap(type(module).forward)
-    names = getattr(getattr(forward, "__code__", None), "co_names", ())
     known = hasattr(getattr(module, "config", None), "_attn_implementation")
-    return known and "ALL_ATTENTION_FUNCTIONS" in names
+    return known and "ALL_ATTENTION_FUNCTIONS" in _names_in_forward(module)
+
+
+def _names_in_forward(module: nn.Module) -> set[str]:
+    """Global names that the forward of a module uses."""
+    forward = inspect.unwrap(type(module).forward)
+    return set(getattr(getattr(forward, "__code__", None), "co_names", ()))
 
 
 def _refusal(module: nn.Module) -> str | None:
@@ -102,7 +141,10 @@ def _first(holder: Any, *names: str) -> Any:
 
 
 def _heads(module: nn.Module) -> Any:
-    heads = _first(module, *_HEADS)
+    """Number of heads: said by the module, or by the size of its projection, or for all alike."""
+    heads, head_dim = _first(module, *_HEADS), _first(module, *_HEAD_DIM)
+    if heads is None and head_dim and isinstance(getattr(module, "q_proj", None), nn.Linear):
+        heads = cast(nn.Linear, module.q_proj).out_features // head_dim
     return _first(module.config, *_HEADS) if heads is None else heads
 
 
@@ -110,31 +152,52 @@ def _convert(candidate: Candidate, mechanism: Mechanism) -> None:
     setattr(candidate.module, MECHANISM, mechanism)
 
 
+def review(modules: dict[str, nn.Module], candidates: dict[str, Candidate]) -> None:
+    """Refuse self-attention of a model that makes causal masks, whatever its modules say.
+
+    CLIP's modules serve images and texts, and only the model around them knows which.
+    """
+    for name, candidate in candidates.items():
+        if candidate.refusal is None and not candidate.cross and _uses_registry(candidate.module):
+            parts = name.split(".")
+            for depth in reversed(range(len(parts))):
+                around = modules.get(".".join(parts[:depth]))
+                names = set() if around is None else _names_in_forward(around)
+                if names & {"create_causal_mask", "create_bidirectional_mask"}:
+                    if "create_bidirectional_mask" not in names:
+                        candidate.refusal = CAUSAL
+                    break
+
+
 def describe(model: nn.Module, converted: list[Candidate]) -> None:
     """Tell the modules and the configurations of a model what was converted."""
     chosen = {id(c.module) for c in converted if _uses_registry(c.module)}
     configs = {id(c.module.config): c.module.config for c in converted if id(c.module) in chosen}
-    entries: dict[int, dict[str, Any]] = {}
-    groups: dict[int, list[_Place]] = {}
+    roots: dict[int, tuple[str, str]] = {}
     for name, module in model.named_modules():
-        config = getattr(module, "config", None)
-        if id(config) not in configs or not _uses_registry(module):
+        config = cast(Any, getattr(module, "config", None))
+        if id(config) not in configs:
             continue
+        if isinstance(module, PreTrainedModel):
+            roots.setdefault(id(config), (type(module).__name__, f"{name}." if name else ""))
+        if not _uses_registry(module):
+            continue
+        entry = getattr(config, NAME, None)
+        if not isinstance(entry, _Entry):
+            implementation = config._attn_implementation or "eager"
+            entry = _Entry("sdpa" if implementation == NAME else implementation, entry)
+            setattr(config, NAME, entry)
         place = module.__dict__.get(_PLACE)
         if place is None:
-            implementation = cast(Any, config)._attn_implementation or "eager"
-            base = "sdpa" if implementation == NAME else implementation
-            before = getattr(config, NAME, None)
-            group = groups.setdefault(id(config), [])
-            place = _Place(base, _is_cross(name, module), False, before, group)
-            group.append(place)
-            module.__dict__[_PLACE] = place
-        place.converted = place.converted or id(module) in chosen
-        entry = entries.setdefault(id(config), {"base": place.base, "modules": {}})
-        if place.converted:
-            entry["modules"][name] = settings_of(cast(Mechanism, getattr(module, MECHANISM)))
-    for key, config in configs.items():
-        setattr(config, NAME, entries[key])
+            place = module.__dict__[_PLACE] = _Place(entry["base"], _is_cross(name, module))
+            entry.places.append(place)
+        if id(module) in chosen or place.converted:
+            place.converted = True
+            place.settings = settings_of(cast(Mechanism, getattr(module, MECHANISM)))
+            place.root, prefix = roots.get(id(config), (type(model).__name__, ""))
+            place.name = name.removeprefix(prefix)
+    for config in configs.values():
+        cast(_Entry, getattr(config, NAME)).refresh()
         cast(Any, config)._attn_implementation_internal = NAME
 
 
@@ -151,16 +214,19 @@ def revert(module: nn.Module) -> bool:
 def finish(model: nn.Module) -> None:
     """Give the configurations of a reverted model their attention back."""
     for module in model.modules():
-        place = module.__dict__.get(_PLACE)
+        entry = getattr(getattr(module, "config", None), NAME, None)
         # Part of a model may have been reverted: the rest goes on.
-        if place is not None and not any(other.converted for other in place.group):
-            del module.__dict__[_PLACE]
+        if isinstance(entry, _Entry) and not entry.refresh():
             config = cast(Any, module.config)
-            config._attn_implementation_internal = place.base
-            if place.settings_before is not None:
-                setattr(config, NAME, place.settings_before)
-            elif hasattr(config, NAME):
+            config._attn_implementation_internal = entry["base"]
+            if entry.before is not None:
+                setattr(config, NAME, entry.before)
+            else:
                 delattr(config, NAME)
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if not isinstance(getattr(config, NAME, None), _Entry):
+            module.__dict__.pop(_PLACE, None)
 
 
 def attention(
@@ -206,12 +272,16 @@ def _mechanism_of(module: nn.Module) -> tuple[Mechanism | None, bool, str]:
         mechanism = cast(Mechanism, getattr(module, MECHANISM)) if place.converted else None
         return mechanism, place.cross, place.base
     config = cast(Any, module.config)
-    settings = dict(getattr(config, NAME, None) or {})
+    entry = getattr(config, NAME, None)
+    if isinstance(entry, _Entry):
+        # Another part of the model was converted, which shares its configuration with this one.
+        return None, False, entry["base"]
+    settings = dict(entry or {})
     if "modules" in settings:
         raise ValueError(
             f"espformer: the configuration of this {type(module).__name__} is that of a converted "
             "model, but this module was not there. Load a saved model with espformer.integrations."
-            "pretrained.load_pretrained, and convert a whole model, with where=..., not a part"
+            "pretrained.load_pretrained"
         )
     with_cross, cross, refusal = (
         settings.pop("cross", False),
