@@ -22,7 +22,7 @@ LAYERS = (
     {"functional"},
     {"nn"},
     {"models", "integrations"},
-    {"data", "training", "finetuning", "exporting", "plots", "commands", "cli", "demo"},
+    {"data", "training", "finetuning", "exporting", "plots", "report", "commands", "cli", "demo"},
 )
 HEIGHT = {component: height for height, layer in enumerate(LAYERS) for component in layer}
 TOP = len(LAYERS) - 1

@@ -3,13 +3,20 @@
 They take the shapes and the masks of :func:`espformer.esp_attention`.
 """
 
+import os
+from types import ModuleType
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from espformer.functional.arguments import one_of
 from espformer.ops.masks import resolve_masks, zero_padding
 from espformer.ops.sinkhorn import sinkhorn_matrix, sinkhorn_output
 
 __all__ = ["sinkhorn_attention", "sinkhorn_plan", "softmax_attention", "softmax_plan"]
+
+SINKHORN_BACKENDS = ("auto", "torch", "triton")
 
 
 def softmax_attention(
@@ -118,6 +125,7 @@ def sinkhorn_attention(
     scale: float | None = None,
     query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     r"""Doubly-stochastic attention by Sinkhorn's algorithm (Sinkformers).
 
@@ -136,6 +144,10 @@ def sinkhorn_attention(
         query_mask: boolean ``(batch, N)``, True = takes part.
         key_mask: boolean ``(batch, M)``, True = takes part; alone it also masks the queries when
             N = M.
+        backend: ``"torch"`` (the matrix is made), ``"triton"`` (fused kernels for CUDA tensors that
+            never make it: memory is linear in N) or ``"auto"``: triton on a GPU, else torch. What
+            the kernels do not cover (float64, heads wider than 256) is computed by torch there
+            too. Gradients are those of the updates one by one, in both.
 
     Returns:
         ``(batch, heads, N, width)``; rows of masked queries are zero.
@@ -154,7 +166,10 @@ def sinkhorn_attention(
     _check_shapes("sinkhorn_attention", query, key, value)
     _check_sinkhorn("sinkhorn_attention", iterations, epsilon)
     query_mask, key_mask = resolve_masks("sinkhorn_attention", query, key, query_mask, key_mask)
-    return sinkhorn_output(
+    one_of("sinkhorn_attention", "backend", backend, SINKHORN_BACKENDS)
+    kernels = _kernels("sinkhorn_attention", backend, query, value)
+    output = sinkhorn_output if kernels is None else kernels.output
+    result: Tensor = output(
         query,
         key,
         value,
@@ -164,6 +179,7 @@ def sinkhorn_attention(
         query_mask=query_mask,
         key_mask=key_mask,
     )
+    return result
 
 
 def sinkhorn_plan(
@@ -204,6 +220,27 @@ def sinkhorn_plan(
         query_mask=query_mask,
         key_mask=key_mask,
     ).to(query.dtype)
+
+
+def _kernels(name: str, backend: str, query: Tensor, value: Tensor) -> ModuleType | None:
+    """The fused kernels, if they are asked for or picked, and can do it."""
+    on_gpu = query.device.type == "cuda"
+    if backend == "torch" or (backend == "auto" and (not on_gpu or torch.compiler.is_exporting())):
+        return None
+    if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f'{name}: backend="triton" needs CUDA tensors, got tensors on {query.device}; '
+            'backend="auto" picks what fits the device'
+        )
+    try:
+        from espformer.ops.triton import sinkhorn
+    except ImportError as error:
+        if backend == "auto":
+            return None
+        raise ImportError(
+            'backend="triton" needs triton >= 3.6 (pip install triton); backend="torch" does not'
+        ) from error
+    return sinkhorn if sinkhorn.supported(query, value) else None
 
 
 def _default_scale(query: Tensor, scale: float | None) -> float:

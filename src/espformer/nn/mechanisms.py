@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from espformer import functional
+from espformer.functional.arguments import one_of
+from espformer.functional.baselines import SINKHORN_BACKENDS
 
 __all__ = ["Mechanism", "Sinkhorn", "Softmax"]
 
@@ -197,6 +199,7 @@ class Sinkhorn(Mechanism):
             :func:`espformer.sinkhorn_attention`.
         epsilon: entropic regularisation.
         scale: factor on the scores; ``head_dim ** -0.5`` unless given.
+        backend: ``"auto"``, ``"torch"`` or ``"triton"``, see :func:`espformer.sinkhorn_attention`.
 
     Example:
         >>> import torch
@@ -210,16 +213,23 @@ class Sinkhorn(Mechanism):
     """
 
     def __init__(
-        self, iterations: int = 3, epsilon: float = 1.0, *, scale: float | None = None
+        self,
+        iterations: int = 3,
+        epsilon: float = 1.0,
+        *,
+        scale: float | None = None,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         if iterations < 0:
             raise ValueError(f"Sinkhorn: iterations must be >= 0, got {iterations}")
         if not epsilon > 0:
             raise ValueError(f"Sinkhorn: epsilon must be > 0, got {epsilon}")
+        one_of("Sinkhorn", "backend", backend, SINKHORN_BACKENDS)
         self.iterations = iterations
         self.epsilon = epsilon
         self.scale = scale
+        self.backend = backend
 
     def forward(
         self,
@@ -239,6 +249,7 @@ class Sinkhorn(Mechanism):
             scale=self.scale,
             query_mask=query_mask,
             key_mask=key_mask,
+            backend=self.backend,
         )
 
     def matrix(

@@ -16,20 +16,25 @@ class _Refusal(torch.autograd.Function):
     """Passes on the first `count` tensors and raises when somebody differentiates them."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.name = name
+    def forward(
+        ctx: Any, name: str, instead: str, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.name, ctx.instead = name, instead
         return tuple(x.view_as(x) for x in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:
         raise RuntimeError(
             f"{ctx.name} can be differentiated once, not twice: its backward is hand-written. "
-            'For second derivatives pass backend="dense".'
+            f'For second derivatives pass backend="{ctx.instead}".'
         )
 
 
-def refuse_double_backward(name: str) -> Callable[[Backward], Backward]:
-    """Decorates the backward of an autograd function that has no derivative of its own."""
+def refuse_double_backward(name: str, instead: str = "dense") -> Callable[[Backward], Backward]:
+    """Decorates the backward of an autograd function that has no derivative of its own.
+
+    `instead` is the backend that can be differentiated twice.
+    """
 
     def decorate(backward: Backward) -> Backward:
         @wraps(backward)
@@ -42,7 +47,7 @@ def refuse_double_backward(name: str) -> Callable[[Backward], Backward]:
             if not (torch.is_grad_enabled() and causes):
                 return results
             found = [x for x in results if x is not None]
-            marked = iter(_Refusal.apply(name, len(found), *found, *causes))
+            marked = iter(_Refusal.apply(name, instead, len(found), *found, *causes))
             return tuple(None if x is None else next(marked) for x in results)
 
         return wrapped
