@@ -52,7 +52,7 @@ format: $(STAMP) ## rewrite the sources in the project's style
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 
-demo: $(STAMP) ## run the demonstration; its pictures go to demo-output/
+demo: $(STAMP) ## train five attentions on digits; table here, page in demo-output/report.html
 	MPLBACKEND=Agg $(BIN)/python -m espformer.demo
 
 bench: $(STAMP) ## time the mechanisms on this machine's CPU

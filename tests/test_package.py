@@ -22,7 +22,18 @@ LAYERS = (
     {"functional"},
     {"nn"},
     {"models", "integrations"},
-    {"data", "training", "finetuning", "exporting", "plots", "report", "commands", "cli", "demo"},
+    {
+        "data",
+        "training",
+        "finetuning",
+        "exporting",
+        "plots",
+        "report",
+        "bench",
+        "commands",
+        "cli",
+        "demo",
+    },
 )
 HEIGHT = {component: height for height, layer in enumerate(LAYERS) for component in layer}
 TOP = len(LAYERS) - 1

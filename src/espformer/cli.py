@@ -18,6 +18,7 @@ from espformer.commands.bench import bench
 from espformer.commands.export import export
 from espformer.commands.finetune import finetune
 from espformer.commands.plot import plot
+from espformer.commands.report import report
 from espformer.commands.results import results
 
 __all__ = ["app", "main"]
@@ -294,6 +295,7 @@ app.command()(finetune)
 app.command()(export)
 app.command()(bench)
 app.command()(plot)
+app.command()(report)
 app.command()(results)
 
 

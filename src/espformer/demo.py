@@ -1,263 +1,154 @@
-"""A tour in pictures: ``python -m espformer.demo``."""
+"""The life of ESP attention in a few minutes: ``python -m espformer.demo``."""
 
 from __future__ import annotations
 
 import argparse
-import shutil
+import contextlib
+import io
+import re
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from espformer.functional import (
-    esp_attention,
-    esp_plan,
-    sinkhorn_attention,
-    sinkhorn_plan,
-    softmax_attention,
-    softmax_plan,
-)
+if TYPE_CHECKING:
+    from rich.console import Console
 
 DESCRIPTION = """\
-A tour of espformer in four pictures, in under two minutes on a laptop:
-
-  plans      who attends to whom, for softmax, Sinkhorn and ESP attention
-  sums       what every token gives and receives under each of them
-  softness   ESP attention matrices as the sort temperature falls to a hard sort
-  cost       time per token against the number of tokens, dense against linear time
-
-Each is written as PNG and as SVG. Numbers printed on the way are measured here and now."""
+Trains five kinds of attention on handwritten digits with the same budget (softmax, differential,
+Sinkhorn, ESP at the paper's temperature, ESP that learns its temperature), lets the temperature of
+both ESP models fall, hardens them, and shows what came out: a table here, and one HTML page with
+curves, attention maps, transport plans and slice weights. A few minutes on a laptop; no network."""
 
 EPILOG = """\
 examples:
-  python -m espformer.demo                     all pictures, into demo-output/
-  python -m espformer.demo --quick             small sizes, a few seconds
-  python -m espformer.demo --output pictures   somewhere else"""
+  python -m espformer.demo                     into demo-output/, page demo-output/report.html
+  python -m espformer.demo --quick             two epochs each: to see that everything works
+  python -m espformer.demo --output elsewhere  another folder
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-Plan = Callable[[Tensor, Tensor], Tensor]
+Runs that are finished are kept: the same command again only writes the page."""
 
-
-class Mechanism(NamedTuple):
-    """A name, the attention and its matrix."""
-
-    name: str
-    attention: Attention
-    plan: Plan
+LABELS = ("transformer", "difftransformer", "sinkformer", "espformer-paper", "espformer-learnt")
+ANNEALING_EPOCHS = 10
+# From the paper's t = 1e-3 to 1e-5, where soft and hard attention are hardly different.
+FACTOR = 0.01 ** (1 / ANNEALING_EPOCHS)
+QUICK = ("trainer.epochs=2", "trainer.limit_batches=6")
 
 
-class Row(NamedTuple):
-    """What the table says of a mechanism."""
+class Progress:
+    """A line for each thing to do: a bar while it is being done, what came out afterwards."""
 
-    name: str
-    row_error: float
-    column_error: float
-    milliseconds: float
+    def __init__(self, console: Console, names: Sequence[str], epochs: Sequence[int]) -> None:
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bars
 
+        self.console = console
+        self.bars = Bars(
+            TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn(),
+            TextColumn("{task.fields[told]}", style="dim"),
+            console=console, redirect_stdout=False, redirect_stderr=False,
+        )  # fmt: skip
+        self.tasks = {
+            name: self.bars.add_task(name, total=total, start=False, told="")
+            for name, total in zip(names, epochs, strict=True)
+        }
 
-def _mechanism(name: str, attention: Any, plan: Any, **options: Any) -> Mechanism:
-    return Mechanism(name, partial(attention, **options), partial(plan, **options))
+    @contextlib.contextmanager
+    def doing(self, name: str) -> Iterator[Callable[[str], None]]:
+        """Run a block whose printed lines move the bar; yields what sets its closing words."""
+        task = self.tasks[name]
+        self.bars.start_task(task)
 
+        def hear(line: str) -> None:
+            epoch = re.match(r"epoch (\d+)/\d+", line)
+            accuracy = re.search(r"valid/accuracy ([\d.]+)", line)
+            told = f"accuracy {100 * float(accuracy[1]):.1f} %" if accuracy else ""
+            if epoch:
+                self.bars.update(task, completed=int(epoch[1]), told=told)
 
-MECHANISMS = (
-    _mechanism("Softmax", softmax_attention, softmax_plan),
-    _mechanism("Sinkhorn, 3 steps", sinkhorn_attention, sinkhorn_plan, iterations=3),
-    _mechanism("Sinkhorn, 21 steps", sinkhorn_attention, sinkhorn_plan, iterations=21),
-    _mechanism("Soft ESP", esp_attention, esp_plan),
-    _mechanism("Soft ESP, balanced", esp_attention, esp_plan, balance="both"),
-    _mechanism("Hard ESP", esp_attention, esp_plan, hard=True),
-)
+        def close(words: str) -> None:
+            total = self.bars.tasks[task].total
+            self.bars.update(task, completed=total, told=words)
+            self.bars.stop_task(task)
+            if not self.console.is_terminal:
+                self.console.print(f"  {name}: {words}", highlight=False)
 
-
-class Screen:
-    """Prints the story: with rich where it is installed, plainly where it is not."""
-
-    def __init__(self) -> None:
-        self.rich: Any = None
-        with suppress(ImportError):
-            from rich.console import Console
-
-            self.rich = Console(highlight=False)
-
-    def heading(self, text: str) -> None:
-        if self.rich:
-            self.rich.print(f"\n[bold]{text}[/bold]")
-        else:
-            print(f"\n{text}\n{'-' * len(text)}")
-
-    def say(self, text: str) -> None:
-        """A paragraph, broken into lines that fit."""
-        columns = min(shutil.get_terminal_size().columns, 88)
-        for line in textwrap.wrap(text, columns):
-            self.line(line)
-
-    def line(self, text: str = "") -> None:
-        """A line as it is."""
-        print(text, flush=True)
-
-    def table(self, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        lines = [tuple(header), *map(tuple, rows)]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-        for number, line in enumerate(lines):
-            cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-            self.line("  " + "  ".join([line[0].ljust(widths[0]), *cells[1:]]))
-            if number == 0:
-                self.line("  " + "  ".join("-" * width for width in widths))
-
-    def progress(self, items: Sequence[Any], label: str) -> Iterator[Any]:
-        """The items one by one, with a bar that says how many are done."""
-        if self.rich:
-            from rich.progress import track
-
-            yield from track(items, f"  {label}", console=self.rich, transient=True)
-            return
-        for done, item in enumerate(items):
-            if sys.stdout.isatty():
-                filled = round(20 * done / len(items))
-                print(f"\r  {label} [{'#' * filled:20}] {done}/{len(items)}", end="", flush=True)
-            yield item
-        if sys.stdout.isatty():
-            print("\r" + " " * 79 + "\r", end="")
+        with contextlib.redirect_stdout(_Lines(hear)):
+            yield close
 
 
-def compare(tokens: int, width: int, repeats: int, screen: Screen) -> list[Row]:
-    """Sums and times of every mechanism on the same random head, forward and backward."""
-    q, k, v = _tokens(tokens, width)
-    rows = []
-    for mechanism in screen.progress(MECHANISMS, "mechanisms"):
-        with torch.no_grad():
-            matrix = mechanism.plan(q, k)
-        row_error, column_error = (float((matrix.sum(d) - 1).abs().max()) for d in (-1, -2))
-        seconds = _seconds(mechanism.attention, (q, k, v), repeats)
-        rows.append(Row(mechanism.name, row_error, column_error, 1e3 * seconds))
-    return rows
+class _Lines(io.TextIOBase):
+    """A stream that hands on whole lines."""
+
+    def __init__(self, hear: Callable[[str], None]) -> None:
+        self.hear, self.rest = hear, ""
+
+    def write(self, text: str) -> int:
+        *lines, self.rest = (self.rest + text).split("\n")
+        for line in lines:
+            self.hear(line)
+        return len(text)
 
 
-def tour(output: Path, quick: bool, screen: Screen) -> list[Row]:
-    """Draws everything into ``output`` and returns the table."""
-    from espformer import plots
+def train_all(output: Path, quick: bool, console: Console) -> list[Path]:
+    """Train every attention, anneal and harden those that sort; returns their directories."""
+    from espformer.training import life
+    from espformer.training.config import TrainingRun
+    from espformer.training.recipe import load_recipe
+    from espformer.training.records import run_directory
+    from espformer.training.runner import execute
+    from espformer.training.specs import mechanism_uses_esp
 
-    output.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
+    recipe = load_recipe("digits")
+    overrides = ["trainer.accelerator=cpu", *(QUICK if quick else ())]
+    runs = [recipe.run(label, overrides=overrides) for label in LABELS]
+    epochs = 2 if quick else ANNEALING_EPOCHS
+    steps: list[tuple[str, int]] = []
+    for run in runs:
+        assert isinstance(run, TrainingRun)
+        steps.append((run.label, run.trainer.epochs))
+        if mechanism_uses_esp(run.mechanism):
+            steps.append((f"{run.label}, t falls", epochs))
+    directories = [run_directory(output / "runs", run) for run in runs]
+    progress = Progress(console, [name for name, _ in steps], [count for _, count in steps])
+    shown = progress.bars if console.is_terminal else contextlib.nullcontext()
+    with shown:
+        for run, directory in zip(runs, directories, strict=True):
+            with progress.doing(run.label) as close:
+                results = execute(run, directory, progress=False)
+                close(f"accuracy {results['scores']['test']:.1f} %")
+            if mechanism_uses_esp(run.mechanism):
+                with progress.doing(f"{run.label}, t falls") as close:
+                    scores = life.anneal(directory, epochs=epochs, factor=FACTOR, progress=False)[
+                        "scores"
+                    ]
+                    close(f"accuracy {scores['test']:.1f} %, hard {scores['hard']:.1f} %")
+    return directories
 
-    screen.heading("1. Who attends to whom")
-    screen.say(
-        "In softmax attention every query gives one unit of attention, but a few keys may take "
-        "nearly all of it. Doubly-stochastic attention gives every key its unit too. Sinkhorn's "
-        "algorithm gets there step by step; ESP sorts queries and keys along slices and lets "
-        "equal ranks meet."
+
+def show_table(console: Console, rows: Sequence[Any]) -> None:
+    """One row for each attention: what it scores, how its sums come out, what it costs."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from espformer.report.summary import COLUMNS, cells
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for index, name in enumerate(COLUMNS):
+        # Two words of a head may stand above each other, so the table fits 80 columns.
+        head = name.replace(" ", "\n")
+        table.add_column(head, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*cells(row))
+    console.print(table)
+    console.print(
+        "Accuracy in percent: soft after training, sharp after t has fallen, hard with exact "
+        "sorting. Off: the largest distance of a sum from one, soft → hard. Differential attention "
+        "is a difference, which does not sum to one.",
+        style="dim",
+        highlight=False,
     )
-    queries, keys = plots.example_clouds()
-    top, bottom = plots.sinkhorn_plans(queries, keys), plots.esp_plans(queries, keys)
-    _save(plots.plan_comparison(queries, keys, top, bottom), output / "plans", screen)
-
-    tokens, width = (128, 16) if quick else (512, 32)
-    screen.heading("2. What every token gives, and what it receives")
-    screen.say(
-        f"{tokens} random tokens of width {width}, one head, float32, {torch.get_num_threads()} "
-        "threads; time is forward and backward. Errors are the largest distance of a sum from one."
-    )
-    rows = compare(tokens, width, repeats=2 if quick else 5, screen=screen)
-    screen.table(
-        ("mechanism", "row-sum error", "column-sum error", "time"),
-        (
-            (r.name, f"{r.row_error:.1e}", f"{r.column_error:.1e}", f"{r.milliseconds:.1f} ms")
-            for r in rows
-        ),
-    )
-    q, k, _ = _tokens(min(tokens, 256), width)
-    with torch.no_grad():
-        named = [plots.NamedPlan(m.name, m.plan(q, k)[0, 0]) for m in MECHANISMS]
-    _save(plots.row_column_sums(named), output / "sums", screen)
-
-    screen.heading("3. From soft to hard")
-    screen.say(
-        "Training needs a soft sort, whose temperature t may fall. A soft sort is only roughly "
-        "doubly stochastic unless it is balanced; a hard sort always is."
-    )
-    x, to_queries, to_keys = (torch.randn(n, 4, dtype=torch.float64) for n in (40, 4, 4))
-    _save(plots.softness(x @ to_queries, x @ to_keys), output / "softness", screen)
-
-    screen.heading("4. What it costs")
-    _cost(output, quick, screen)
-    return rows
-
-
-def _cost(output: Path, quick: bool, screen: Screen) -> None:
-    """Times the dense formula against the linear-time operator, and checks that they agree."""
-    from espformer import plots
-
-    slices, width = 16, 32
-    lengths = [64, 128, 256, 512] if quick else [128, 256, 512, 1024, 2048, 4096, 8192]
-    dense_up_to = lengths[-2] if quick else 1024
-    theta = torch.eye(width)[:slices]
-    runs = [("linear time", n) for n in lengths]
-    runs += [("dense", n) for n in lengths if n <= dense_up_to]
-    measurements = []
-    for name, n in screen.progress(runs, "tokens"):
-        backend = "dense" if name == "dense" else "linear"
-        attention = partial(esp_attention, slices=theta, backend=backend)
-        seconds = _seconds(attention, _tokens(n, width), repeats=2 if quick else 3)
-        measurements.append(plots.Measurement(name, n, seconds))
-    error = _disagreement(dense_up_to, width, theta)
-    times = {(m.series, m.tokens): m.seconds for m in measurements}
-    linear, dense = (1e3 * times[name, dense_up_to] for name in ("linear time", "dense"))
-    screen.say(
-        f"The formula as it is printed makes an N×N matrix for each of {slices} slices; the "
-        f"linear-time operator makes none. At {dense_up_to} tokens, forward and backward, the "
-        f"formula takes {dense:,.0f} ms and the operator {linear:,.0f} ms. The operator's output "
-        f"and gradients in float32 are within {error:.0e} of the formula in float64 (relative)."
-    )
-    conditions = (
-        f"ESP attention, forward and backward, one head, {slices} slices, width {width}, float32, "
-        f"{torch.get_num_threads()} threads."
-    )
-    _save(plots.cost_curve(measurements, conditions), output / "cost", screen)
-
-
-def _tokens(count: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(count)
-    q, k, v = (torch.randn(1, 1, count, width, generator=generator) for _ in range(3))
-    # Twice the usual spread: trained attention is sharper than that of random weights.
-    return (2 * q).requires_grad_(), (2 * k).requires_grad_(), v.requires_grad_()
-
-
-def _seconds(attention: Attention, inputs: tuple[Tensor, Tensor, Tensor], repeats: int) -> float:
-    """Median time of a forward and a backward, after one that does not count."""
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        torch.autograd.grad(attention(*inputs).square().sum(), inputs)
-        times.append(time.perf_counter() - start)
-    return median(times[1:])
-
-
-def _disagreement(tokens: int, width: int, theta: Tensor) -> float:
-    """Largest relative error of the output and the gradients against the dense float64 formula."""
-    results = []
-    for backend, dtype in (("linear", torch.float32), ("dense", torch.float64)):
-        inputs = [x.detach().to(dtype).requires_grad_() for x in _tokens(tokens, width)]
-        out = esp_attention(*inputs, slices=theta.to(dtype), backend=backend)
-        results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
-    return max(
-        float(((got.double() - want).norm() / want.norm()).detach())
-        for got, want in zip(*results, strict=True)
-    )
-
-
-def _save(figure: Any, stem: Path, screen: Screen) -> None:
-    from espformer import plots
-
-    plots.save_figure(figure, stem)
-    screen.line(f"  drawn: {stem.name}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -269,34 +160,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--output", type=Path, default=Path("demo-output"), metavar="FOLDER",
-        help="where the pictures go; made if it does not exist (default: demo-output)",
+        help="where runs and page go; made if it does not exist (default: demo-output)",
     )  # fmt: skip
-    parser.add_argument(
-        "--quick", action="store_true", help="small sizes: a few seconds instead of a minute"
-    )
+    parser.add_argument("--quick", action="store_true", help="two short epochs each, in seconds")
     options = parser.parse_args(arguments)
-    screen = Screen()
-    start = time.perf_counter()
+    started = time.perf_counter()
     try:
-        tour(options.output, options.quick, screen)
+        from rich.console import Console
+
+        from espformer.report import write_page
+        from espformer.report.inspection import open_run
+        from espformer.report.summary import summarise
+        from espformer.training.errors import UserError
     except ModuleNotFoundError as error:
-        if error.name not in ("matplotlib", "PIL"):
+        if error.name is None or error.name.startswith("espformer"):
             raise
         print(
-            f"The demo draws with matplotlib, which needs {error.name}, and that is not installed: "
-            "pip install 'espformer[plots]', or pip install matplotlib.",
+            f"The demo trains models and draws a page, which needs {error.name}: "
+            "pip install 'espformer[train,plots]'.",
             file=sys.stderr,
         )
         return 1
-    except OSError as error:
-        print(
-            f"Could not write the pictures to {options.output}: {error.strerror or error}. Name a "
-            "folder that you may write to, with --output FOLDER.",
-            file=sys.stderr,
-        )
+    # Its own handle: what training prints goes elsewhere while it runs.
+    console = Console(file=sys.stdout)
+    console.print("[bold]Five kinds of attention learn to read digits[/]")
+    page = options.output / "report.html"
+    try:
+        directories = train_all(options.output, options.quick, console)
+        trained = [open_run(directory) for directory in directories]
+        show_table(console, [summarise(one) for one in trained])
+        with console.status("drawing the page"):
+            write_page(trained, page, command="make demo")
+    except (UserError, OSError) as error:
+        print(f"The demo could not go on: {error}", file=sys.stderr)
         return 1
-    seconds = time.perf_counter() - start
-    screen.line(f"\nDone in {seconds:.0f} s. The pictures are in {options.output.resolve()}")
+    seconds = time.perf_counter() - started
+    print(f"Done in {seconds:.0f} s. The report is in {page.resolve()}")
     return 0
 
 

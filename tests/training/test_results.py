@@ -199,6 +199,17 @@ def test_the_command_adds_writes_and_checks(tmp_path, monkeypatch):
     assert isinstance(call(app, ["results", "--check"]).exception, RunError)
 
 
+def test_patch_sizes_are_drawn_from_results(tmp_path):
+    pytest.importorskip("matplotlib")
+    from typer.testing import CliRunner
+
+    path = save_file(results(runs()), tmp_path / "results.json")
+    target = tmp_path / "patch-size.png"
+    done = CliRunner().invoke(app, ["plot", "patch-size", str(path), "--to", str(target)])
+    assert done.exit_code == 0, done.output
+    assert target.stat().st_size > 5000
+
+
 def test_results_without_a_recipe_have_their_section(tmp_path):
     made = results(runs(labels=("espformer",)))
     save_file(dataclasses.replace(made, experiment="mine", title="Mine"), tmp_path / "mine.json")

@@ -1,18 +1,20 @@
 """Figures. Needs matplotlib (``pip install 'espformer[plots]'``); nothing else imports it."""
 
 from espformer.plots.attention import attention_maps
-from espformer.plots.plans import (
-    Measurement,
+from espformer.plots.clouds import (
     NamedPlan,
     SumErrors,
-    cost_curve,
     esp_plans,
     example_clouds,
+    sinkhorn_plans,
+    sum_errors,
+)
+from espformer.plots.plans import (
+    Measurement,
+    cost_curve,
     plan_comparison,
     row_column_sums,
-    sinkhorn_plans,
     softness,
-    sum_errors,
 )
 from espformer.plots.runtime import read_timings, runtime
 from espformer.plots.scores import scores_by_setting

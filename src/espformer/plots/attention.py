@@ -9,7 +9,7 @@ from matplotlib.colors import PowerNorm, TwoSlopeNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from espformer.plots.plans import NamedPlan, short, sum_errors
+from espformer.plots.clouds import NamedPlan, short, sum_errors
 from espformer.plots.style import KEY, MUTED, QUERY, WEIGHTS, figure_style, headline, panel_title
 
 __all__ = ["attention_maps"]
@@ -49,8 +49,8 @@ def _draw(axes: Axes, matrix: Tensor) -> None:
         axes.imshow(matrix, cmap=WEIGHTS, norm=PowerNorm(0.5, vmin=0, vmax=high))
     axes.set(xticks=[], yticks=[])
     axes.spines[:].set_visible(True)
-    rows, columns = matrix.sum(-1), matrix.sum(-2)
-    most = max(2.0, float(rows.max()), float(columns.max()))
+    rows, columns = matrix.sum(-1).tolist(), matrix.sum(-2).tolist()
+    most = max(2.0, *rows, *columns)
     right = axes.inset_axes((1.03, 0.0, 0.17, 1.0))
     right.barh(range(len(rows)), rows, height=0.8, color=QUERY)
     right.set(xlim=(0, most), ylim=(len(rows) - 0.5, -0.5), yticks=[], xticks=[1])

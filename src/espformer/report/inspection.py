@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +67,8 @@ class Trained:
     curves: dict[str, dict[int, float]]
     learner: Learner
     task: Task
-    annealed: dict[str, Any] | None = None
-    """Results of the annealing that started from this run, where there was one."""
-    annealing_curves: dict[str, dict[int, float]] = field(default_factory=dict)
+    annealed: Trained | None = None
+    """The annealing that started from this run, where there was one."""
 
     @property
     def label(self) -> str:
@@ -166,10 +165,8 @@ def open_run(path: Path, data_directory: str | None = None) -> Trained:
     if results is None:
         raise RunError(f"{directory}: this run is not finished; the same command goes on with it")
     further = directory / "anneal"
-    return Trained(
-        directory, run, results, read_curves(directory), learner, task,
-        read_results(further), read_curves(further),
-    )  # fmt: skip
+    annealed = open_run(further, data_directory) if read_results(further) else None
+    return Trained(directory, run, results, read_curves(directory), learner, task, annealed)
 
 
 def sum_errors(matrices: Sequence[Tensor]) -> tuple[float, float]:

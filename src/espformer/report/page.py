@@ -1,6 +1,164 @@
-"""stub"""
+"""One file of HTML that needs nothing else: assembled from template, style, script and runs."""
 
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
+from espformer.report import sections, svg
+from espformer.report.content import attention_content, softness_content
+from espformer.report.inspection import Trained
+from espformer.report.summary import Summary, summarise
+from espformer.training.checkpoints import write_atomically
+from espformer.training.errors import RunError
 
-def write_page(*args: Any) -> None: ...
+__all__ = ["make_page", "write_page"]
+
+# Colours that can be told apart.
+MOST_RUNS = 8
+_COUNTS = ("", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight")
+
+_SOFTNESS = """\
+<section id="softness">
+<h2>From soft to hard</h2>
+<p>Train soft, then let the sort temperature t fall: move the slider. The weights stay as they \
+are, only t changes, and the accuracy is that of the whole model on {count:,} test examples. \
+Dashed lines are models that were fine-tuned while t fell.</p>
+<div class="picker" id="soft-runs" role="radiogroup" aria-label="Model"></div>
+<div class="soft">
+<div class="control">
+<div class="slider"><label for="slider">Sort temperature</label>
+<input type="range" id="slider" min="0" max="1" step="1" value="0">
+<div class="ends"><span>soft</span><span>hard</span></div></div>
+<dl class="reading"><div><dt>t</dt><dd id="reading-t"></dd></div>\
+<div><dt>accuracy</dt><dd id="reading-accuracy"></dd></div>\
+<div><dt>rows ±</dt><dd id="reading-rows"></dd></div>\
+<div><dt>columns ±</dt><dd id="reading-columns"></dd></div></dl>
+</div>
+<div id="soft-maps"></div>
+<figure><figcaption>Test accuracy, %</figcaption>\
+<svg id="soft-chart" class="chart" role="img"></svg></figure>
+</div>
+</section>"""
+
+_SLICES = """\
+<section id="slices">
+<h2>Slice weights σ</h2>
+<p>Each slice sorts queries and keys along one direction; σ = softmax(−τD) favours the slices \
+whose plan is cheap. Dashed: all alike. On the first input above.</p>
+<div class="slices">{slices}</div>
+</section>"""
+
+_TABLE_NOTE = (
+    "Accuracy in percent on the test data: soft after training, sharp after t has fallen, hard "
+    "with exact sorting. Off: the largest distance of a sum from one, soft → hard, on sixteen test "
+    "examples. Differential attention is a difference of two, which does not sum to one."
+)
+
+
+def write_page(
+    runs: Sequence[Trained],
+    path: Path,
+    *,
+    command: str,
+    title: str | None = None,
+    examples: Sequence[int] = (0, 1, 2, 3, 4, 5),
+) -> Path:
+    """Write the page of some runs.
+
+    Args:
+        runs: opened runs, all on the same data, see :func:`espformer.report.inspection.open_run`.
+        path: the file to write.
+        command: what made it, for its last section.
+        title: of the page; made of the data set unless given.
+        examples: places in the test data of the inputs to show.
+    """
+    write_atomically(path, make_page(runs, command=command, title=title, examples=examples))
+    return path
+
+
+def make_page(
+    runs: Sequence[Trained],
+    *,
+    command: str,
+    title: str | None = None,
+    examples: Sequence[int] = (0, 1, 2, 3, 4, 5),
+) -> str:
+    """The page as text."""
+    if not 1 <= len(runs) <= MOST_RUNS:
+        raise RunError(f"a page shows 1 to {MOST_RUNS} runs, got {len(runs)}")
+    size = len(runs[0].task.test)  # type: ignore[arg-type]
+    examples = [index for index in examples if index < size]
+    summaries = [summarise(run) for run in runs]
+    curves, charts = sections.curves(runs)
+    attention = attention_content(runs, examples)
+    softness = softness_content(runs, examples[0])
+    sorts = bool(softness)
+    data = {"attention": attention, "softness": softness, "charts": charts, "frame": svg.frame()}
+    title = title or f"Attention on {runs[0].task.name}"
+    parts = {
+        "title": escape(title),
+        "lead": escape(_lead(runs, summaries)),
+        "nav": _navigation(sorts),
+        "table": sections.table(summaries),
+        "table_note": _TABLE_NOTE,
+        "legend": sections.legend(runs),
+        "curves": curves,
+        "negative": ", negative weights in the other colour"
+        if any(run.run.mechanism.name == "differential" for run in runs)
+        else "",
+        "softness": _SOFTNESS.format(count=min(size, 512)) if sorts else "",
+        "slices": _SLICES.format(slices=sections.slices(runs, examples[0])) if sorts else "",
+        "plans": sections.plans(),
+        "conditions": sections.conditions(runs, command),
+        "data": _json(data),
+        "css": _resource("page.css"),
+        "js": _resource("page.js"),
+    }
+    page = _resource("template.html")
+    for name, text in parts.items():
+        page = page.replace("{{" + name + "}}", text)
+    return page
+
+
+def _lead(runs: Sequence[Trained], rows: Sequence[Summary]) -> str:
+    """What was done and the first thing to see, in two or three sentences."""
+    epochs = runs[0].run.trainer.epochs
+    count = "One model" if len(rows) == 1 else f"{_COUNTS[len(rows)]} models"
+    text = f"{count} on {runs[0].task.name}, {epochs} epochs"
+    text += " each." if len(rows) > 1 else "."
+    worst = max(rows, key=lambda row: row.columns)
+    exact = [row for row in rows if row.hard is not None]
+    if worst.columns > 0.5:
+        text += (
+            f" With {worst.name} attention ({worst.soft:.1f} % accurate) one key can receive "
+            f"{1 + worst.columns:.1f} times its share."
+        )
+    if exact:
+        best = max(exact, key=lambda row: row.hard or 0.0)
+        text += (
+            f" {best.name}, sorted exactly ({best.hard:.1f} %), gives every key its share and no "
+            "more."
+        )
+    return text
+
+
+def _navigation(sorts: bool) -> str:
+    links = {"scores": "Scores", "training": "Training", "attention": "Attention"}
+    if sorts:
+        links |= {"softness": "Soft to hard", "slices": "Slices"}
+    links |= {"plans": "Plans", "made": "How it was made"}
+    return "".join(f'<a href="#{name}">{text}</a>' for name, text in links.items())
+
+
+def _json(data: dict[str, Any]) -> str:
+    """JSON that no text inside can end: the script element closes at `</`."""
+    return json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+
+
+def _resource(name: str) -> str:
+    return (resources.files("espformer.report") / name).read_text(encoding="utf-8").strip()
