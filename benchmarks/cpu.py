@@ -21,13 +21,13 @@ from benchmarks.measure import (
     Row,
     conditions,
     interleaved_seconds,
-    largest_error,
     print_table,
     verdict,
     write_results,
 )
 from benchmarks.memory import peak_memory
 from espformer import functional
+from espformer.bench.cases import largest_error
 
 METRICS, BALANCES = ("absolute", "squared"), ("rows", "both")
 WIDTH = 64
@@ -206,7 +206,7 @@ def main() -> int:
         seeds="0",
         company=company,
         repeats=f"median of {options.repeats}, after one that does not count",
-        error="largest |difference| / largest |entry| of output and gradients, against the dense "
+        error="largest ‖difference‖ / ‖exact‖ of output and gradients, against the dense "
         "formula in float64 (growth and other attentions: against themselves in float64)",
         memory="resident memory of a process of its own, its peak, in 10⁹ bytes",
     )

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import csv
 import os
-import platform
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
 import torch
-from torch import Tensor
 
-import espformer
+from espformer.bench.conditions import machine
+from espformer.bench.report import aligned_table, markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 
-# Largest error, relative to the largest entry, of a float32 result against the float64 oracle.
+# Largest relative error of a float32 result against the float64 oracle.
 TOLERANCE = 1e-4
 
 
@@ -72,26 +69,6 @@ def interleaved_seconds(
     return [median(found) for found in times]
 
 
-def largest_error(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
-    """The largest difference of two lists of tensors, each relative to its largest entry."""
-    errors = [
-        (a.double() - b.double()).abs().max() / b.double().abs().max()
-        for a, b in zip(got, want, strict=True)
-    ]
-    return float(torch.stack(errors).detach().max())  # max() of torch keeps NaN
-
-
-def processor() -> str:
-    """The name of the CPU, and how many of its cores this process may use."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        name = models[0].partition(":")[2].strip() if models else name
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{name}, {cores} cores"
-
-
 class Company:
     """How much of the machine other processes used meanwhile: times with company are no good."""
 
@@ -118,26 +95,13 @@ class Company:
 
 def conditions(module: str, **more: object) -> dict[str, str]:
     """What must be known to make the numbers again."""
-    command = shlex.join(["python", "-m", module, *sys.argv[1:]])
-    return {
-        "command": command,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "espformer": espformer.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpu": processor(),
-        "threads": str(torch.get_num_threads()),
-        **{key: str(value) for key, value in more.items()},
-    }
+    stated = machine(["python", "-m", module, *sys.argv[1:]], torch.device("cpu"))
+    return stated | {key: str(value) for key, value in more.items()}
 
 
 def print_table(rows: Sequence[Row], stated: dict[str, str]) -> None:
-    lines = [header(), *([str(cell) for cell in astuple(row)] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    for number, line in enumerate(lines):
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
-        if number == 0:
-            print("  ".join("-" * width for width in widths))
+    for line in aligned_table(header(), [[str(cell) for cell in astuple(row)] for row in rows]):
+        print(line)
     print()
     for key, value in stated.items():
         print(f"{key}: {value}")
@@ -150,8 +114,7 @@ def write_results(name: str, title: str, rows: Sequence[Row], stated: dict[str, 
     cells = [[str(cell) for cell in astuple(row)] for row in rows]
     lines = [f"# {title}", ""]
     lines += [f"- {key}: {value}" for key, value in stated.items()]
-    lines += ["", f"| {' | '.join(header())} |", f"|{'---|' * len(header())}"]
-    lines += [f"| {' | '.join(line)} |" for line in cells]
+    lines += ["", *markdown_table(header(), cells)]
     markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
     with table.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)

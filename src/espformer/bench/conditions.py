@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shlex
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -50,8 +49,3 @@ def processor() -> str:
         name = models[0].partition(":")[2].strip() if models else name
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{name}, {cores} cores"
-
-
-def python_command(module: str) -> list[str]:
-    """The command line of a module that is running as a program."""
-    return ["python", "-m", module, *sys.argv[1:]]

@@ -10,7 +10,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from espformer.bench.cases import TOLERANCES, Case, Measurement
-from espformer.bench.report import COLUMNS, VERDICT_COLUMNS, cells, verdict_cells, verdicts
+from espformer.bench.report import (
+    COLUMNS,
+    VERDICT_COLUMNS,
+    aligned_table,
+    cells,
+    verdict_cells,
+    verdicts,
+)
 
 __all__ = ["plot", "print_tables", "progress", "told"]
 
@@ -37,22 +44,13 @@ def progress(suite: str, total: int) -> Iterator[Callable[[Measurement], None]]:
 
 def print_tables(console: Console, rows: Sequence[Measurement], stated: Mapping[str, str]) -> None:
     """The rows, the verdicts on targets if these were measured, and the conditions."""
-    _print_aligned(console, COLUMNS, [cells(row) for row in rows])
+    lines = aligned_table(COLUMNS, [cells(row) for row in rows])
     judged = verdicts(rows)
     if judged:
-        console.print()
-        _print_aligned(console, VERDICT_COLUMNS, [verdict_cells(verdict) for verdict in judged])
-    console.print()
-    for key, value in stated.items():
-        console.print(f"{key}: {value}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _print_aligned(console: Console, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns side by side, never wrapped: one line stays one row in a log too."""
-    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
-    for line in (header, ["-" * width for width in widths], *rows):
-        text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        console.print(text.rstrip(), highlight=False, markup=False, soft_wrap=True)
+        lines += ["", *aligned_table(VERDICT_COLUMNS, [verdict_cells(one) for one in judged])]
+    lines += ["", *(f"{key}: {value}" for key, value in stated.items())]
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def told(cases: Sequence[Case], row_seconds: float) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -49,14 +50,18 @@ class Operator:
     make: Callable[[Case, torch.device], Attention]
     growth: int  # time grows with this power of the number of tokens
     ours: bool = False
-    needs: str = "any"  # "cuda", or the name of a package
+    gpu_only: bool = False
+    package: str | None = None  # that it needs
+    forward_only: bool = False
 
-    def missing(self, device: torch.device) -> str | None:
+    def missing(self, case: Case, device: torch.device) -> str | None:
         """What is not there to run it, in words."""
-        if self.needs == "cuda" and device.type != "cuda":
+        if self.gpu_only and device.type != "cuda":
             return "needs a CUDA device"
-        if self.needs not in ("any", "cuda") and importlib.util.find_spec(self.needs) is None:
-            return f"{self.needs} is not installed"
+        if self.package is not None and importlib.util.find_spec(self.package) is None:
+            return f"{self.package} is not installed"
+        if self.forward_only and case.backward:
+            return "has no gradients"
         return None
 
     def tolerance(self, dtype: str) -> float:
@@ -104,9 +109,45 @@ def _softmax(case: Case, device: torch.device, *, flash: bool) -> Attention:
     return attention
 
 
-def _sinkhorn(case: Case, device: torch.device, *, compiled: bool = False) -> Attention:
-    attention = partial(functional.sinkhorn_attention, iterations=SINKHORN[case.operator])
+def _sinkhorn(
+    case: Case, device: torch.device, *, backend: str = "torch", compiled: bool = False
+) -> Attention:
+    attention = partial(
+        functional.sinkhorn_attention, iterations=SINKHORN[case.operator], backend=backend
+    )
     return torch.compile(attention, fullgraph=True) if compiled else attention
+
+
+def _flash_sinkhorn(case: Case, device: torch.device) -> Attention:
+    """The kernels of FlashSinkhorn, one head after the other: they take one problem at a time.
+
+    Their score is ``2 · cost_scale · q·k / eps``, and with eps = 1 their shifted potentials are
+    ours; they have no gradient through the updates.
+    """
+    kernels = importlib.import_module("flash_sinkhorn.kernels")
+    scores = importlib.import_module("flash_sinkhorn.kernels.sinkhorn_flashstyle_sqeuclid")
+    updates, half = SINKHORN[case.operator], case.width**-0.5 / 2
+    zeros = torch.zeros(case.tokens, device=device)
+
+    def one_head(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        f, g = zeros, zeros
+        for update in range(updates):
+            if update % 2 == 0:
+                f = scores.flashsinkhorn_lse(query, key, g, 1.0, cost_scale=half)
+            else:
+                g = scores.flashsinkhorn_lse(key, query, f, 1.0, cost_scale=half)
+        out: Tensor = kernels.apply_plan_mat_flashstyle(
+            query, key, f, g, zeros, zeros, value, eps=1.0, axis=1, cost_scale=half,
+            allow_tf32=True,
+        )  # fmt: skip
+        return out
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        heads = zip(*(x.flatten(0, 1).float().unbind() for x in (query, key, value)), strict=True)
+        out = torch.stack([one_head(*head) for head in heads])
+        return out.view(*query.shape[:-1], value.shape[-1]).to(value.dtype)
+
+    return attention
 
 
 def differential(
@@ -123,12 +164,12 @@ def _registry() -> dict[tuple[str, str], Operator]:
     found = []
     for name in ESP:
         found += [
-            Operator(name, "triton", partial(esp, backend="triton"), 1, ours=True, needs="cuda"),
+            Operator(name, "triton", partial(esp, backend="triton"), 1, ours=True, gpu_only=True),
             Operator(name, "linear", partial(esp, backend="linear"), 1, ours=True),
             Operator(name, "dense", _dense, 2),
         ]
     found += [
-        Operator("softmax", "flash", partial(_softmax, flash=True), 2, needs="cuda"),
+        Operator("softmax", "flash", partial(_softmax, flash=True), 2, gpu_only=True),
         Operator("softmax", "sdpa", partial(_softmax, flash=False), 2),
         Operator("differential", "sdpa", differential, 2),
     ]
@@ -136,7 +177,14 @@ def _registry() -> dict[tuple[str, str], Operator]:
         found += [
             Operator(name, "eager", _sinkhorn, 2),
             Operator(name, "compiled", partial(_sinkhorn, compiled=True), 2),
-        ]
+            Operator(
+                name, "triton", partial(_sinkhorn, backend="triton"), 2, ours=True, gpu_only=True
+            ),
+            Operator(
+                name, "flash_sinkhorn", _flash_sinkhorn, 2, gpu_only=True,
+                package="flash_sinkhorn", forward_only=True,
+            ),
+        ]  # fmt: skip
     return {(operator.name, operator.backend): operator for operator in found}
 
 

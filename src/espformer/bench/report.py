@@ -16,9 +16,11 @@ from espformer.bench.musts import MUSTS, Verdict, judge
 __all__ = [
     "COLUMNS",
     "VERDICT_COLUMNS",
+    "aligned_table",
     "cells",
     "file_stem",
     "is_failure",
+    "markdown_table",
     "verdict_cells",
     "verdicts",
     "write",
@@ -92,15 +94,26 @@ def write(
     lines = [f"# {title}", "", *(f"- {key}: {value}" for key, value in stated.items()), ""]
     judged = verdicts(rows)
     if judged:
-        lines += [*_markdown(VERDICT_COLUMNS, [verdict_cells(v) for v in judged]), ""]
-    lines += _markdown(COLUMNS, [cells(row) for row in rows])
+        lines += [*markdown_table(VERDICT_COLUMNS, [verdict_cells(v) for v in judged]), ""]
+    lines += markdown_table(COLUMNS, [cells(row) for row in rows])
     markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return [table, markdown]
 
 
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table in markdown."""
     table = [header, ["---"] * len(header), *rows]
     return [f"| {' | '.join(line)} |" for line in table]
+
+
+def aligned_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table for a terminal, columns side by side: a row stays a line in a log."""
+    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
+    table = (header, ["-" * width for width in widths], *rows)
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in table
+    ]
 
 
 def _number(x: float, how: str) -> str:

@@ -39,7 +39,7 @@ def run_cases(
     oracle, rows = Oracle(cases, device), list[Measurement]()
     for case in cases:
         predicted = _predicted_seconds(case, rows)
-        missing = find(case).missing(device)
+        missing = find(case).missing(case, device)
         if missing is not None:
             row = Measurement(case, status=f"skipped: {missing}")
         elif predicted > row_seconds:

@@ -15,7 +15,7 @@ from espformer.bench.operators import OPERATORS, SINKHORN
 __all__ = ["SUITES", "pick_device", "select"]
 
 _FORWARD, _BOTH = MODES
-_SINKHORN_BACKENDS = ("eager", "compiled")
+_SINKHORN_BACKENDS = ("eager", "compiled", "triton", "flash_sinkhorn")
 
 
 def quick() -> list[Case]:
@@ -23,6 +23,7 @@ def quick() -> list[Case]:
     pairs = [
         ("esp", "triton"), ("esp", "linear"), ("esp", "dense"), ("esp-hard", "triton"),
         ("esp-hard", "linear"), ("softmax", "sdpa"), ("sinkhorn-3", "eager"),
+        ("sinkhorn-3", "triton"),
     ]  # fmt: skip
     return [Case(*pair, mode, tokens=256, heads=8) for mode in MODES for pair in pairs]
 
@@ -32,7 +33,8 @@ def paper() -> list[Case]:
     pairs = [
         ("esp-squared", "triton"), ("esp-squared", "dense"), ("esp", "triton"),
         ("esp-hard", "triton"), ("softmax", "flash"), ("differential", "sdpa"),
-        *((name, "eager") for name in SINKHORN), ("sinkhorn-3", "compiled"),
+        *((name, backend) for name in SINKHORN for backend in ("eager", "triton")),
+        ("sinkhorn-3", "compiled"),
     ]  # fmt: skip
     return [
         Case(*pair, mode, tokens=tokens, heads=16)
@@ -46,7 +48,7 @@ def long() -> list[Case]:
     """Sequences up to 131,072 tokens with 16 heads, and 1,048,576 with one."""
     pairs = [
         ("esp", "triton"), ("esp-hard", "triton"), ("esp-squared", "triton"), ("esp", "linear"),
-        ("softmax", "flash"), ("sinkhorn-3", "eager"),
+        ("softmax", "flash"), ("sinkhorn-3", "eager"), ("sinkhorn-3", "triton"),
     ]  # fmt: skip
     cases = [
         Case(*pair, mode, tokens=tokens, heads=16)
