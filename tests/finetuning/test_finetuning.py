@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,6 +93,7 @@ def test_esp_is_scored_soft_and_hard_while_its_temperature_falls(encoder, texts,
     steps = 2 * math.ceil(results["data"]["sizes"]["train"] / 16)
     assert results["steps"] == steps
     directory = run_directory(tmp_path, made.run("esp"))
+    _run_the_example_of_the_documentation(directory, tmp_path)
     soft, hard = load_classifier(directory), load_classifier(directory, "hard")
     for temperature in get_sort_temperatures(soft).values():
         assert temperature == pytest.approx(1e-3, rel=1e-6)
@@ -110,6 +113,14 @@ def test_esp_is_scored_soft_and_hard_while_its_temperature_falls(encoder, texts,
     assert results["scores"]["hard"] == pytest.approx(100 * float(right.float().mean()))
     recalls = [float(right[batch["labels"] == c].float().mean()) for c in range(3)]
     assert results["macro_recall"]["hard"] == pytest.approx(100 * sum(recalls) / 3, rel=1e-5)
+
+
+def _run_the_example_of_the_documentation(directory, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "plug-and-play.md").read_text("utf-8")
+    (example,) = re.findall(r"^```py\n(from espformer.finetuning.*?)^```$", page, re.M | re.S)
+    example = re.sub(r'"runs/[^"]*"', repr(str(directory)), example)
+    exec(example.replace("minilm-with-esp", str(tmp_path / "saved")), {})
+    assert (tmp_path / "saved" / "model.safetensors").exists()
 
 
 def test_dropout_is_on_while_training(encoder, texts, tmp_path, monkeypatch):

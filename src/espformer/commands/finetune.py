@@ -77,6 +77,7 @@ def finetune(
 
     from espformer.finetuning.config import make_experiment, read_attentions
     from espformer.finetuning.runner import execute, fit_shared_head, head_file
+    from espformer.training import launch
     from espformer.training.display import print_results
     from espformer.training.errors import ConfigError
     from espformer.training.experiments import Job, do_all
@@ -138,14 +139,14 @@ def finetune(
             run,
             run_directory(output, run),
             [
-                *(sys.executable, "-m", "espformer.cli", "finetune", *shared),
+                *("finetune", *shared),
                 *("--attention", given[run.label], "--seeds", str(run.seed)),
                 *("--learning-rate", repr(run.optimizer.learning_rate)),
             ],
         )
         for run in runs
     ]
-    failed = do_all(work, jobs, console)
+    failed = do_all(work, jobs, console, launch.by_command)
     path, text = write_report(experiment, output, command_line(), save)
     print(text)
     print(path)
