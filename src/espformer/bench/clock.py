@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-__all__ = ["graph_milliseconds", "milliseconds", "peak_megabytes", "seconds_once"]
+__all__ = ["graph_milliseconds", "milliseconds", "once"]
 
 Call = Callable[[], object]
 
@@ -19,13 +19,20 @@ FLUSH_BYTES = 256 << 20
 FEWEST, MOST = 5, 50
 
 
-def seconds_once(call: Call, device: torch.device) -> float:
-    """One call from beginning to end."""
-    _wait(device)
+def once(call: Call, device: torch.device, inputs: int = 0) -> tuple[float, float]:
+    """Seconds of one call, and 10⁶ bytes at its peak with `inputs` bytes of inputs (CPU: NaN)."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        inputs -= torch.cuda.memory_allocated(device)
     start = time.perf_counter()
     call()
-    _wait(device)
-    return time.perf_counter() - start
+    if not on_gpu:
+        return time.perf_counter() - start, math.nan
+    torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - start
+    return seconds, (torch.cuda.max_memory_allocated(device) + inputs) / 1e6
 
 
 def milliseconds(call: Call, device: torch.device, estimate: float, budget: float) -> float:
@@ -33,7 +40,7 @@ def milliseconds(call: Call, device: torch.device, estimate: float, budget: floa
     repeats = max(1 if estimate > budget / FEWEST else FEWEST, min(MOST, int(budget / estimate)))
     if device.type == "cuda":
         return _event_milliseconds(call, repeats)
-    return median(1e3 * seconds_once(call, device) for _ in range(repeats))
+    return median(1e3 * once(call, device)[0] for _ in range(repeats))
 
 
 def graph_milliseconds(call: Call, repeats: int = 20) -> float:
@@ -56,18 +63,6 @@ def graph_milliseconds(call: Call, repeats: int = 20) -> float:
         del graph
 
 
-def peak_megabytes(call: Call, device: torch.device, inputs: int) -> float:
-    """10⁶ bytes at the peak of a call, with `inputs` bytes of inputs; NaN on a CPU."""
-    if device.type != "cuda":
-        return math.nan
-    _wait(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    call()
-    _wait(device)
-    return (torch.cuda.max_memory_allocated(device) - before + inputs) / 1e6
-
-
 def _event_milliseconds(call: Call, repeats: int) -> float:
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeats)]
@@ -78,8 +73,3 @@ def _event_milliseconds(call: Call, repeats: int) -> float:
         end.record()
     torch.cuda.synchronize()
     return median(start.elapsed_time(end) for start, end in events)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from espformer.bench.cases import Measurement
-from espformer.bench.musts import MUSTS, Verdict, judge
+from espformer.bench.musts import MUSTS, NO_TARGET, Verdict, judge
 
 __all__ = [
     "COLUMNS",
@@ -54,7 +54,8 @@ def verdicts(rows: Sequence[Measurement]) -> list[Verdict]:
 def is_failure(rows: Sequence[Measurement]) -> bool:
     """Whether a result is wrong, a row broke, or a target was missed."""
     broken = any(row.status.startswith(("FAILED", "error")) for row in rows)
-    return broken or any(not verdict.verdict.startswith("met") for verdict in verdicts(rows))
+    reached = ("met", NO_TARGET)
+    return broken or any(not one.verdict.startswith(reached) for one in verdicts(rows))
 
 
 def verdict_cells(verdict: Verdict) -> list[str]:

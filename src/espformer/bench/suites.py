@@ -34,7 +34,6 @@ def paper() -> list[Case]:
         ("esp-squared", "triton"), ("esp-squared", "dense"), ("esp", "triton"),
         ("esp-hard", "triton"), ("softmax", "flash"), ("differential", "sdpa"),
         *((name, backend) for name in SINKHORN for backend in ("eager", "triton")),
-        ("sinkhorn-3", "compiled"),
     ]  # fmt: skip
     return [
         Case(*pair, mode, tokens=tokens, heads=16)
