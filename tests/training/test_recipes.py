@@ -235,5 +235,6 @@ def test_prerequisites_come_first(tmp_path):
         assert second[0] == "cats-dogs-anneal"
     assert jobs[1].needs == [jobs[0].directory]
     assert "trainer.precision=64-true" in jobs[0].arguments
+    assert jobs[0].run.trainer.precision == jobs[1].run.trainer.precision == "64-true"
     assert "annealing.factor=0.5" not in jobs[0].arguments
     assert "annealing.factor=0.5" in jobs[1].arguments

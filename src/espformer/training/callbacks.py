@@ -7,12 +7,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from espformer.nn import (
-    anneal,
-    get_sort_temperatures,
-    set_sort_temperature,
-    set_straight_through,
-)
+from espformer.nn import ESP, anneal, set_sort_temperature, set_straight_through
 from espformer.training.config import Annealing, StraightThrough
 from espformer.training.learner import Learner
 
@@ -47,18 +42,26 @@ class AnnealTemperature(Callback):
                 set_sort_temperature(model, self.config.start)
             anneal(model, self.config.factor)
             self.epoch = trainer.current_epoch
-        numbers = [
-            number
-            for value in get_sort_temperatures(model).values()
-            for number in (value if isinstance(value, list) else [value])
-        ]
-        pl_module.log("sort_temperature", sum(numbers) / len(numbers), rank_zero_only=True)
+        pl_module.log("sort_temperature", _mean_temperature(model), rank_zero_only=True)
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.epoch = state_dict["epoch"]
+
+
+def _mean_temperature(model: torch.nn.Module) -> float:
+    """Over all mechanisms and, where they are learnt, heads."""
+    means = []
+    for mechanism in model.modules():
+        if isinstance(mechanism, ESP):
+            with torch.no_grad():
+                value: Any = torch.as_tensor(mechanism.sort_temperature)
+            # With FSDP each process has the temperatures of some heads.
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value
+            means.append(float(value.double().mean()))
+    return sum(means) / len(means)
 
 
 class StraightThroughShare(Callback):

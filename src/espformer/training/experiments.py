@@ -93,7 +93,7 @@ def plan(
         needs = []
         if isinstance(run, TrainingRun) and run.start is not None and run.start.recipe is not None:
             shared = [text for text in overrides if text.startswith(_SHARED)]
-            before = start_run(run)
+            before = start_run(run, shared)
             job = _job(before, str(run.start.recipe), output, shared)
             jobs.setdefault(job.directory, job)
             needs.append(job.directory)

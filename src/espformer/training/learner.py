@@ -62,6 +62,7 @@ class Learner(LightningModule):
         """(epoch, batch) at which training goes on; set by who saves a checkpoint."""
         self.lines = False
         """Print a line after each epoch, for a log without a progress bar."""
+        self._sharded = False
         self._summed: list[float] | None = None
         self._epoch_began = time.monotonic()
 
@@ -75,6 +76,14 @@ class Learner(LightningModule):
         if inputs.is_floating_point() and self.run.trainer.precision.endswith("true"):
             inputs = inputs.to(next(self.model.parameters()).dtype)
         return inputs
+
+    def configure_model(self) -> None:
+        if self.run.trainer.strategy == "fsdp" and not self._sharded:
+            from espformer.training.sharding import shard
+
+            mesh: Any = self.device_mesh
+            shard(self.model, mesh["data_parallel"])
+            self._sharded = True
 
     def configure_optimizers(self) -> Any:
         config = self.run.optimizer

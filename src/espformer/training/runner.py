@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,6 +47,7 @@ from espformer.training.records import (
     read_results,
     run_directory,
 )
+from espformer.training.sharding import ShardedStrategy
 from espformer.training.specs import mechanism_uses_esp
 from espformer.training.strict import plain
 from espformer.training.throughput import beside_softmax, in_words
@@ -193,7 +195,7 @@ def make_trainer(
     return Trainer(
         accelerator=config.accelerator,
         devices=config.devices,
-        strategy=config.strategy,
+        strategy=ShardedStrategy(config.devices) if config.strategy == "fsdp" else config.strategy,
         precision=config.precision,
         max_epochs=config.epochs,
         deterministic=config.deterministic,
@@ -268,13 +270,13 @@ def _begin_with(run: TrainingRun, learner: Learner, directory: Path, output: Pat
         soften(learner.model)
 
 
-def start_run(run: TrainingRun) -> Run:
+def start_run(run: TrainingRun, overrides: Sequence[str] = ()) -> Run:
     """The run of another recipe that this one starts from: same seed and, if it has it, setting."""
     assert run.start is not None
     assert run.start.recipe is not None
     recipe = load_recipe(run.start.recipe)
     setting = run.setting if run.setting in recipe.grid.settings else None
-    return recipe.run(run.start.mechanism or run.label, setting, run.seed)
+    return recipe.run(run.start.mechanism or run.label, setting, run.seed, overrides)
 
 
 def _start_score(
