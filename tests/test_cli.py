@@ -135,6 +135,20 @@ def test_help_is_quick_to_load():
     assert done.returncode == 0, done.stderr
 
 
+def test_an_interrupted_experiment_leaves_what_was_finished(tmp_path, monkeypatch):
+    out = tmp_path / "runs"
+    call("train", "digits", "--output", out, "-m", "transformer", *SMALL)
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("espformer.training.experiments.do_all", interrupted)
+    command = ["reproduce", "digits", "--output", str(out), "--save", str(tmp_path / "kept")]
+    CliRunner().invoke(cli.app, [*command, *SMALL])
+    assert "| transformer | 1 |" in (out / "digits" / "results.md").read_text(encoding="utf-8")
+    assert '"mechanism": "transformer"' in (tmp_path / "kept" / "digits.json").read_text()
+
+
 @pytest.mark.slow
 def test_reproduce_from_nothing_to_a_table(tmp_path):
     text = call(

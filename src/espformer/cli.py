@@ -238,7 +238,7 @@ def reproduce(
 
       espformer reproduce cats-dogs --only 1% --only espformer --dry-run
 
-      espformer reproduce mnist-patch-size --seeds 0 data.directory=DIR
+      espformer reproduce mnist-patch-size --seeds 0 data.directory=DIR --save results
     """
     from espformer.training.display import show_plan
     from espformer.training.experiments import do_all, plan
@@ -258,10 +258,12 @@ def reproduce(
     if dry_run:
         show_plan(console, work, jobs)
         return
-    failed = do_all(work, jobs, console)
-    path, text = write_report(recipe, output, _command_line(), save)
-    print(text)
-    print(path)
+    try:
+        failed = do_all(work, jobs, console)
+    finally:  # an interrupt, too, leaves the results of the runs that were finished
+        path, text = write_report(recipe, output, _command_line(), save)
+        print(text)
+        print(path)
     if failed:
         raise typer.Exit(1)
 

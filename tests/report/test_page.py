@@ -55,9 +55,9 @@ def test_every_figure_is_there(desktop):
     assert count("document.querySelectorAll('.plans svg').length") == 8
     assert count("document.querySelectorAll('.slices svg').length") == 4
     # Softmax, differential (one matrix for both heads), Sinkhorn, two of ESP soft and hard.
-    assert count("document.querySelectorAll('#maps canvas').length") == 2 + 1 + 2 + 4 + 4
+    assert count("document.querySelectorAll('#maps .map canvas').length") == 2 + 1 + 2 + 4 + 4
     drawn = (
-        "[...document.querySelectorAll('canvas')].every(c => c.width === 16 && "
+        "[...document.querySelectorAll('.map canvas')].every(c => c.width === 16 && "
         "c.getContext('2d').getImageData(0, 0, 16, 16).data.some(byte => byte > 0))"
     )
     assert count(drawn)
@@ -112,9 +112,28 @@ def test_another_model_and_another_input_can_be_chosen(desktop):
         )
 
     assert click("#soft-runs label:last-child input", "#soft-maps canvas")
-    assert click("#examples label:nth-child(3) input", "#maps canvas")
+    assert click("#examples label:nth-child(3) input", "#maps .map canvas")
     alt = desktop.evaluate("document.querySelector('#shown img').alt")
     assert alt.startswith("test example 2, class ")
+
+
+@needs_browser
+def test_pointing_at_a_map_tells_the_weight_and_lights_up_the_input(desktop, runs):
+    desktop.evaluate("document.querySelector('#examples label:first-child input').click()")
+    said = desktop.evaluate(
+        "(() => { const c = document.querySelector('#maps .map canvas');"
+        "const b = c.getBoundingClientRect(), o = document.getElementById('overlay');"
+        "const leave = () => c.dispatchEvent(new PointerEvent('pointerleave'));"
+        "leave(); const before = o.toDataURL(), at = {clientX: b.left + b.width * 2.5 / 16,"
+        "clientY: b.top + b.height * 5.5 / 16};"
+        "c.dispatchEvent(new PointerEvent('pointermove', at));"
+        "const during = o.toDataURL(), tip = document.getElementById('tip').textContent;"
+        "leave(); return [before, during, o.toDataURL(), tip]; })()"
+    )
+    assert said[0] == said[2] != said[1]
+    weight = re.fullmatch(r"query 6 → key 3weight (\S+)", said[3])[1]
+    matrix = runs["transformer"].matrices(runs["transformer"].example(0))[0]
+    assert float(weight) == pytest.approx(float(matrix[0, 5, 2]), rel=0.1, abs=1e-3)
 
 
 @needs_browser

@@ -2,7 +2,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const SVG = "http://www.w3.org/2000/svg";
-  const MOST = 2.5; // sums beyond this end in a dark tip
+  const MOST = 2.5; // sums beyond this end in a tip
 
   const make = (name, attributes = {}, ...children) => {
     const node = document.createElement(name);
@@ -15,8 +15,18 @@
     for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
     return node;
   };
-  const colour = (name) =>
-    getComputedStyle(document.documentElement).getPropertyValue(name).split(",").map(Number);
+  const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const colour = (name) => style(name).split(",").map(Number);
+
+  const tip = document.getElementById("tip");
+  const showTip = (event, top, ...lines) => {
+    tip.replaceChildren(...lines);
+    tip.hidden = false;
+    const room = document.documentElement.clientWidth - tip.offsetWidth - 8;
+    tip.style.left = `${Math.max(8, Math.min(room, event.clientX + 14))}px`;
+    tip.style.top = `${top + window.scrollY}px`;
+  };
+  const hideTip = () => { tip.hidden = true; };
 
   // A matrix with its sums: made once, filled as often as what it shows changes.
   const makeMap = (name) => {
@@ -45,11 +55,13 @@
     );
   };
 
-  const fillMap = (map, matrix) => {
+  const fillMap = (map, matrix, peak) => {
     map.matrix = matrix;
+    map.peak = peak;
     const [height, width] = matrix.shape;
     const bytes = Uint8Array.from(atob(matrix.bytes), (c) => c.charCodeAt(0));
     const image = new ImageData(width, height);
+    map.values = Array.from(bytes, (byte) => Math.sign(byte - 128) * ((byte - 128) / 127) ** 2 * peak);
     const [plus, minus] = [colour("--weight"), colour("--negative")];
     bytes.forEach((byte, i) => {
       const value = (byte - 128) / 127;
@@ -66,6 +78,25 @@
     map.canvas.setAttribute("aria-label", `${map.name}, ${matrix.head}: attention of ${height} queries to ${width} keys; ${said}`);
   };
 
+  const watchMap = (map) => {
+    map.canvas.addEventListener("pointermove", (event) => {
+      const [height, width] = map.matrix.shape;
+      const box = map.canvas.getBoundingClientRect();
+      const inside = (share, count) => Math.max(0, Math.min(count - 1, Math.floor(share * count)));
+      const query = inside((event.clientY - box.top) / box.height, height);
+      const key = inside((event.clientX - box.left) / box.width, width);
+      const weights = map.values.slice(query * width, (query + 1) * width);
+      showTip(event, event.clientY + 16, make("b", {}, `query ${query + 1} → key ${key + 1}`), `weight ${weights[key].toPrecision(2)}`);
+      if (map.point) map.point(weights, query);
+    });
+    for (const name of ["pointerleave", "pointercancel"]) {
+      map.canvas.addEventListener(name, () => {
+        hideTip();
+        if (map.leave) map.leave();
+      });
+    }
+  };
+
   const radio = (group, value, checked, inside, change) => {
     const input = make("input", { type: "radio", name: group, value });
     input.checked = checked;
@@ -78,6 +109,7 @@
   const heads = (count, name) => {
     const maps = Array.from({ length: count }, () => makeMap(name));
     every.push(...maps);
+    maps.forEach(watchMap);
     return [maps, make("div", { class: single ? "heads one" : "heads" }, ...maps.map((m) => m.node))];
   };
 
@@ -91,12 +123,35 @@
     return maps;
   });
   const shown = document.getElementById("shown");
+  // Over the input: the query under the pointer in an outline, its keys as bright as their weights.
+  const overlay = make("canvas", { id: "overlay", "aria-hidden": "true" });
+  const patches = attention.side ? attention.side ** 2 : 0;
+  const highlight = (weights, query) => {
+    const [side, first, size] = [attention.side, attention.tokens - patches, 24];
+    const context = overlay.getContext("2d");
+    overlay.width = overlay.height = side * size;
+    if (!weights) return;
+    const most = Math.max(...weights.map(Math.abs));
+    const at = (token) => [(token - first) % side * size, Math.floor((token - first) / side) * size];
+    context.fillStyle = style("--key");
+    weights.forEach((weight, key) => {
+      if (key < first) return;
+      context.globalAlpha = 0.85 * Math.abs(weight) / most;
+      context.fillRect(...at(key), size, size);
+    });
+    if (query < first) return;
+    context.globalAlpha = 1;
+    context.strokeStyle = style("--query");
+    context.lineWidth = 2.5;
+    const [x, y] = at(query);
+    context.strokeRect(x + 1.5, y + 1.5, size - 3, size - 3);
+  };
   const showExample = (index) => {
     const example = attention.examples[index];
-    shown.replaceChildren(example.picture
+    shown.replaceChildren(overlay, example.picture
       ? make("img", { src: example.picture, alt: `${example.name}, cut into ${attention.tokens} patches` })
       : make("p", {}, example.text || example.name));
-    cards.forEach((maps, i) => maps.forEach((map, h) => fillMap(map, attention.maps[index][i][h])));
+    cards.forEach((maps, i) => maps.forEach((map, h) => fillMap(map, attention.maps[index][i][h], attention.peak)));
   };
   if (attention.side) shown.style.setProperty("--side", attention.side);
   attention.examples.forEach((example, i) => {
@@ -104,6 +159,10 @@
       ? make("img", { src: example.picture, alt: example.name })
       : make("span", { class: "text" }, example.text || example.name);
     document.getElementById("examples").append(radio("example", i, i === 0, inside, () => showExample(i)));
+  });
+  cards.flat().forEach((map) => {
+    map.point = (weights, query) => { if (patches && weights.length === attention.tokens) highlight(weights, query); };
+    map.leave = () => { if (patches) highlight(null); };
   });
   document.getElementById("peak").textContent = attention.peak.toPrecision(2);
   showExample(0);
@@ -127,7 +186,7 @@
       maps.forEach((map, h) => {
         map.node.hidden = h >= frame.maps.length;
         map.name = `${name}, ${frame.t}`;
-        if (!map.node.hidden) fillMap(map, frame.maps[h]);
+        if (!map.node.hidden) fillMap(map, frame.maps[h], softness[run].peak);
       });
       const trained = Number(slider.value) === softness[run].trained;
       reading.t.textContent = frame.t.replace("t = ", "");
@@ -196,7 +255,6 @@
   }
 
   // Numbers under the pointer.
-  const tip = document.getElementById("tip");
   const { width, left, right } = data.frame;
   for (const [id, series] of Object.entries(data.charts)) {
     const svg = document.getElementById(id);
@@ -204,7 +262,7 @@
     const xs = series.flatMap((one) => one.points.map((p) => p[0]));
     const [first, last] = [Math.min(...xs), Math.max(...xs, Math.min(...xs) + 1)];
     const hide = () => {
-      tip.hidden = true;
+      hideTip();
       cursor.setAttribute("visibility", "hidden");
     };
     svg.addEventListener("pointermove", (event) => {
@@ -217,11 +275,7 @@
       cursor.setAttribute("visibility", "visible");
       const lines = series.flatMap((one) => one.points.filter((p) => p[0] === epoch).map((p) =>
         make("span", {}, make("span", {}, make("i", { class: `key c${one.colour}` }), one.name), make("b", {}, String(p[1])))));
-      tip.replaceChildren(make("b", {}, `epoch ${epoch}`), ...lines);
-      tip.hidden = false;
-      const room = document.documentElement.clientWidth - tip.offsetWidth - 8;
-      tip.style.left = `${Math.max(8, Math.min(room, event.clientX + 14))}px`;
-      tip.style.top = `${box.top + window.scrollY + 8}px`;
+      showTip(event, box.top + 8, make("b", {}, `epoch ${epoch}`), ...lines);
     });
     svg.addEventListener("pointerleave", hide);
     svg.addEventListener("pointercancel", hide);
@@ -236,5 +290,5 @@
   }));
 
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
-    every.forEach((map) => map.matrix && fillMap(map, map.matrix)));
+    every.forEach((map) => map.matrix && fillMap(map, map.matrix, map.peak)));
 })();

@@ -36,6 +36,7 @@ _WHERE = (
     ("data", "workers"), ("data", "directory"), ("trainer", "accelerator"), ("trainer", "devices"),
     ("trainer", "strategy"), ("trainer", "checkpoint_minutes"), ("trainer", "compile"),
     ("trainer", "attention_statistics"), ("trainer", "cuda_graph"),
+    ("trainer", "compare_throughput"),
 )  # fmt: skip
 
 
