@@ -18,8 +18,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter is slow: without a GPU, chunks of four ranks make several from few tokens."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(launch, "CHUNK", 4)
-        monkeypatch.setattr(launch, "AHEAD", (2, 1))
+        monkeypatch.setattr(launch, "CHUNK", {2: 4, 4: 4})
+        monkeypatch.setattr(launch, "AHEAD", 2)
 
 
 def gradients(

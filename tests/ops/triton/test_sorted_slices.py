@@ -16,8 +16,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter is slow: without a GPU, chunks of four ranks make several from few tokens."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(launch, "CHUNK", 4)
-        monkeypatch.setattr(launch, "AHEAD", (2, 1))
+        monkeypatch.setattr(launch, "CHUNK", {2: 4, 4: 4})
+        monkeypatch.setattr(launch, "AHEAD", 2)
 
 
 CASES = [
@@ -37,7 +37,9 @@ class Case:
         numbers = (torch.randn(batch, slices, ranks) * 4).round() / 4
         values, order = numbers.to(DEVICE).sort(-1)
         inverse_width = torch.full((batch,), 1 / t if metric == "absolute" else t**-0.5)
-        self.kernel = SortedSlices(values.contiguous(), inverse_width.to(DEVICE), metric)
+        self.kernel = SortedSlices(
+            values.contiguous(), inverse_width.to(DEVICE), metric, torch.float32
+        )
         self.order, self.order32 = order, order.int()
         self.tokens = torch.randn(2, batch, ranks, width, device=DEVICE)
         self.scale = torch.rand(batch, slices, ranks, device=DEVICE)
@@ -77,10 +79,10 @@ def test_products(metric: str, batch: int, slices: int, ranks: int, width: int, 
     close(stored, expected * case.scale.unsqueeze(-1))
 
     added = torch.zeros_like(case.tokens[0])
-    case.kernel.mix(x, states, None, "tokens", added, case.order32)
+    case.kernel.mix(x, states, None, "tokens", added, order=case.order32)
     close(added, case.to_tokens(expected))
 
-    dots = case.kernel.dot(x, None, case.tokens[1], case.order32)
+    dots = case.kernel.dot(x, states, None, case.tokens[1], case.order32)
     close(dots, (expected * case.ranked(1)).sum((-2, -1)))
 
     in_ranks = Rows(case.ranked(0).float(), None, case.scale)

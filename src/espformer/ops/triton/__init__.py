@@ -8,7 +8,9 @@ from torch import Tensor
 from espformer.ops import esp
 from espformer.ops.coupling import Coupling, couple
 from espformer.ops.problem import Problem
-from espformer.ops.triton import operators
+from espformer.ops.triton import matching, operators
+from espformer.ops.triton.column import sorted_column
+from espformer.ops.triton.norms import norm_costs
 from espformer.ops.triton.ranking import MOST_TOKENS, rank_halves
 
 
@@ -64,16 +66,14 @@ def _centred(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _hard(problem: Problem, value: Tensor, queries: esp.Ranking, keys: esp.Ranking) -> Tensor:
-    q_order, k_order = queries.order.long(), keys.order.long()
-    match = torch.empty_like(keys.order).scatter_(-1, q_order, keys.order)
-    back = torch.empty_like(keys.order).scatter_(-1, k_order, queries.order)
+    match = matching.match(queries.order, keys.order)
     costs = torch.zeros_like(queries.values[..., 0])
     if problem.inverse_temperature:
         q, k = _centred(problem)
         norms = q.float().square().sum((-2, -1)) + k.float().square().sum((-2, -1))
-        cross = operators.cross_matching(q, k, match, back)
+        cross = matching.cross_matching(q, k, match)
         costs = (norms.unsqueeze(-1) - 2 * cross) / queries.lengths.clamp(min=1).unsqueeze(-1)
-    return operators.apply_matching(value, problem.slice_weights(costs), match, back)
+    return matching.apply_matching(value, problem.slice_weights(costs), match)
 
 
 def _soft(problem: Problem, value: Tensor, queries: esp.Ranking, keys: esp.Ranking) -> Tensor:
@@ -103,14 +103,13 @@ def _soft(problem: Problem, value: Tensor, queries: esp.Ranking, keys: esp.Ranki
         costs = (norms - 2 * cross) / queries.lengths.clamp(min=1).unsqueeze(-1)
     weights = problem.slice_weights(costs)
     return operators.apply_plans(
-        value, *sides, query_scale * weights.unsqueeze(-1), key_scale, first, final, *pairs,
-        problem.metric,
-    )  # fmt: skip
+        value, weights, *sides, query_scale, key_scale, first, final, *pairs, problem.metric
+    )
 
 
 def _mixing(problem: Problem, side: esp.Ranking, width: Tensor) -> esp.SoftMixing:
     def kernel(x: Tensor) -> Tensor:
-        column: Tensor = operators.sorted_column(x.squeeze(-1), side.values, width, problem.metric)
+        column: Tensor = sorted_column(x.squeeze(-1), side.values, width, problem.metric)
         return column.unsqueeze(-1)
 
     return esp.SoftMixing(kernel, side, problem.balance)
@@ -136,6 +135,6 @@ def _norms(
     # Row sums are one exactly unless they were balanced in finitely many steps.
     met = ones if theirs.scale_in is None else theirs.sort(ones)
     met = met if coupling is None else coupling(met)
-    mass = mine.unsort(met).squeeze(-1)
-    squares = x.float().square().sum(-1).unsqueeze(1).expand(-1, side.order.shape[1], -1)
-    return (mass * squares.gather(-1, side.order.long())).sum(-1)
+    squares = x.float().square().sum(-1)
+    costs: Tensor = norm_costs(squares, side.order, mine.unsort(met).squeeze(-1))
+    return costs

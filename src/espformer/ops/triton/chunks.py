@@ -1,25 +1,25 @@
-"""States between chunks of ranks: how far-away ranks reach a program that holds only a few.
+"""Chunks of ranks, and the states that carry far-away ranks into them.
 
-Kernels work on a tile of (slices of one head, columns) and one chunk of C ranks: the C rows of
-every slice are in registers. What other chunks contribute comes in through two states per pole p,
-one for all ranks to the left of chunk c and one for all ranks to its right:
+A program works on one chunk of C neighbouring ranks of one (head, slice). Within the chunk the
+kernel is a dense C×C matrix on the tensor cores. What other chunks contribute comes in through
+states, a few rows per side and chunk: with poles p of the table of exponentials,
 
-    L_c = Σ_{j < cC} exp(-p (m - s_j)) x_j,      R_c = Σ_{j ≥ (c+1)C} exp(-p (s_j - m')) x_j
+    L_c = Σ_{j before c} exp(-p (first_c - s_j)) x_j,
+    R_c = Σ_{j after c} exp(-p (s_j - last_c)) x_j
 
-`inflow` sums every chunk by itself; `scan` hands the sums on from chunk to chunk, in place. States
-are float32, (2, batch · slices, chunks, rows, width): left and right; one row for a real pole, two
-(real and imaginary part) for a complex one. With the complex poles of the squared metric they are
-measured at the chunk's own ends, m = s_{cC} and m' = s_{cC+C-1}, so that one pair of waves per rank
-serves inflow and outflow. The absolute metric walks from rank to rank with one decay per step, and
-its states are measured at the ranks before and after the chunk.
+where first_c and last_c are the smallest and the largest number of the chunk. `inflow` sums every
+chunk by itself, measured at its far end; `scan` hands the sums on from chunk to chunk, in place.
+States are float32, (batch, slices, chunks, rows, width). The rows are a short axis of at most
+STATE_ROWS, so that making and using them are matrix products too:
+
+    absolute: L, R and, for the backward, their ties;     squared: (Re, Im) of every pole, L then R
 
 ``exp(-|x|)`` has a kink at zero, and its slope there is zero: equal numbers do not push each other
-apart by the order they happen to stand in. So the backward of the absolute metric must tell equal
-numbers from close ones, and its states have a second row (TIES): the sum over those earlier ranks
-that hold the very number at which the state is measured. 16-bit inputs tie all the time.
+apart by the order they happen to stand in. Within a chunk equal numbers are told by comparing them;
+across chunks, two more rows (TIES) hold the part of L and R that has the very number first_c or
+last_c. 16-bit inputs tie all the time.
 
-Offsets within a head are 32-bit; pointers are moved to the head with 64 bits first. EVEN says that
-chunks and slices fill their blocks, which saves every mask.
+Offsets within a head are 32-bit; pointers are moved to the head with 64 bits first.
 """
 
 from __future__ import annotations
@@ -29,239 +29,369 @@ import os
 import triton
 import triton.language as tl
 
-if os.environ.get("TRITON_INTERPRET") == "1":  # the interpreter has no libdevice
+STATE_ROWS = tl.constexpr(16)  # the least that a matrix product on the tensor cores takes
+LOG2E = tl.constexpr(1.4426950408889634)
+QUARTER = tl.constexpr(1.5707963267948966)
+
+if os.environ.get("TRITON_INTERPRET") == "1":  # the interpreter knows neither libdevice nor PTX
 
     @triton.jit
-    def turn(angle):
-        return tl.cos(angle), tl.sin(angle)
+    def cosine(angle):
+        return tl.cos(angle)
+
+    @triton.jit
+    def exp2(x):
+        return tl.exp2(x)
+
+    @triton.jit
+    def exp2_minus_abs(x):
+        return tl.exp2(-tl.abs(x))
+
+    @triton.jit
+    def laid_out_like(x, model):
+        return x
 else:
     from triton.language.extra import libdevice
 
     @triton.jit
-    def turn(angle):
-        """Cosine and sine, good to 2^-21: the exact ones cost hundreds of instructions."""
-        return libdevice.fast_cosf(angle), libdevice.fast_sinf(angle)
+    def cosine(angle):
+        """Cosine, good to 2^-21: the exact one costs hundreds of instructions."""
+        return libdevice.fast_cosf(angle)
+
+    @triton.jit
+    def exp2(x):
+        """2^x in one instruction; results below the smallest normal number are zero."""
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def exp2_minus_abs(x):
+        """2^-|x|, still in one instruction: it can change the sign of what it reads."""
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 t; abs.f32 t, $1; neg.f32 t, t; ex2.approx.ftz.f32 $0, t; }", "=f,f",
+            [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+    @triton.jit
+    def laid_out_like(x, model):
+        """x itself, but held by the same threads as `model`.
+
+        A matrix that is made from two vectors has no natural layout, and the compiler's choice
+        would send every entry through shared memory on its way to the tensor cores. The layout of
+        a product's result is the one that they take operands in.
+        """
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=f,f,f", [x, model], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
-def locate(L, BLOCK_L: tl.constexpr):
-    """The head of this program, its slices, clamped, and which of them are real."""
-    groups = tl.cdiv(L, BLOCK_L)
-    head = (tl.program_id(0) // groups).to(tl.int64)
-    slices = (tl.program_id(0) % groups) * BLOCK_L + tl.arange(0, BLOCK_L)
-    return head, tl.minimum(slices, L - 1), slices < L
+def place(HEADS, L, CHUNKS):
+    """The (head, slice) pair of this program, its head, and its chunk.
+
+    Neighbouring programs belong to different heads: what runs at the same time seldom adds to the
+    rows of the same tokens.
+    """
+    head = (tl.program_id(0) % HEADS).to(tl.int64)
+    rest = tl.program_id(0) // HEADS
+    return head * L + rest // CHUNKS, head, rest % CHUNKS
 
 
 @triton.jit
-def load_row(
-    X, ORDER, SCALE, slices, n, N, d, D: tl.constexpr,
+def load_rows(
+    X, ORDER, SCALE, n, N, d, D: tl.constexpr,
     GATHER: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Row n of every slice, (slices, columns) in float32, times its scale; zero past the end."""
-    at = slices * N + (n if EVEN else tl.minimum(n, N - 1))
+    """Rows of ranks n, (ranks, columns), times their scales; zero past the end.
+
+    EVEN says that chunks and columns fill their blocks, which saves the masks.
+    """
+    rows = n
     if GATHER:
-        rows = tl.load(ORDER + at) * D
-    else:
-        rows = at * D
+        rows = tl.load(ORDER + n) if EVEN else tl.load(ORDER + n, mask=n < N, other=0)
+    at = rows[:, None] * D + d[None, :]
     if EVEN:
-        x = tl.load(X + rows[:, None] + d[None, :]).to(tl.float32)
+        x = tl.load(X + at)
     else:
-        inside = (d[None, :] < D) & (n < N)
-        x = tl.load(X + rows[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(X + at, mask=(d[None, :] < D) & (n[:, None] < N), other=0.0)
     if SCALED:
-        x = x * tl.load(SCALE + at)[:, None]
+        scale = tl.load(SCALE + n, mask=n < N, other=0.0)
+        x = (x.to(tl.float32) * scale[:, None]).to(x.dtype)
     return x
 
 
 @triton.jit
-def position(S, slices, n, N):
-    """The sorted number at rank n, clamped to the sequence, (slices, 1)."""
-    return tl.load(S + slices * N + tl.maximum(tl.minimum(n, N - 1), 0))[:, None]
+def number(S, n, N):
+    """The sorted number at rank n, clamped to the sequence."""
+    return tl.load(S + tl.maximum(tl.minimum(n, N - 1), 0))
 
 
 @triton.jit
-def step(DECAY, slices, n, N, CLEAR: tl.constexpr):
-    """``exp(-(s_n - s_{n-1}) / width)`` of the absolute metric, (slices, 1); zero outside.
+def positions(S, chunk, N, C: tl.constexpr):
+    """Sorted numbers of a chunk, its first and its last; past the end the last one repeats."""
+    n = chunk * C + tl.arange(0, C)
+    first, last = number(S, chunk * C, N), number(S, chunk * C + C - 1, N)
+    return tl.where(n < N, tl.load(S + n, mask=n < N, other=0.0), last), first, last
 
-    One exactly where the two numbers are equal, and nowhere else. CLEAR: n is known to be inside.
+
+@triton.jit
+def near(s, first, model, inverse_width, COMPLEX: tl.constexpr, EXACT: tl.constexpr):
+    """κ within a chunk, and the scaled differences ``s_j - s_n`` that it is a function of.
+
+    To scale numbers before they are subtracted saves an instruction per entry, and the last bits.
     """
-    if CLEAR:
-        return tl.load(DECAY + slices * N + n)[:, None]
-    return tl.load(DECAY + slices * N + n, mask=n < N, other=0.0)[:, None]
+    rate = inverse_width if COMPLEX else inverse_width * LOG2E
+    if EXACT:
+        gap = laid_out_like((s[None, :] - s[:, None]) * rate, model)
+    else:
+        s = (s - first) * rate
+        gap = laid_out_like(s[None, :] - s[:, None], model)
+    k = exp2(gap * gap * -LOG2E) if COMPLEX else exp2_minus_abs(gap)
+    return k, gap
 
 
 @triton.jit
-def wave(x, p_re: tl.constexpr, p_im: tl.constexpr):
-    """``exp(-p x)`` for x ≥ 0, real and imaginary part."""
-    x = tl.minimum(x, 40.0)  # exp(-40 Re p) is zero, and the angle stays small
-    size = tl.exp(-p_re * x)
-    cosine, sine = turn(p_im * x)
-    return size * cosine, -size * sine
+def gap_slope(k, gap, COMPLEX: tl.constexpr):
+    """κ' within a chunk: the derivative of κ in s_n. Zero between equal numbers."""
+    if COMPLEX:
+        return 2 * gap * k
+    return tl.where(gap > 0, k, tl.where(gap < 0, -k, 0.0))
 
 
 @triton.jit
-def load_state(
-    STATES, slices, chunk, row, rows: tl.constexpr, CHUNKS, d, D: tl.constexpr, EVEN: tl.constexpr
-):
-    at = (((slices * CHUNKS + chunk) * rows + row) * D)[:, None] + d[None, :]
-    if EVEN:
-        return tl.load(STATES + at)
-    return tl.load(STATES + at, mask=d[None, :] < D, other=0.0)
+def reach(s, first, last, inverse_width):
+    """What is left of the left and of the right state at every rank, for the absolute metric."""
+    rate = inverse_width * -LOG2E
+    return exp2((s - first) * rate), exp2((last - s) * rate)
+
+
+@triton.jit
+def waves(
+    TABLE, s, first, last, inverse_width,
+    KIND: tl.constexpr, COMPLEX: tl.constexpr, TIES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """What ties ranks to states, (ranks, state rows). By KIND:
+
+    "in": the share of a rank in the sums that its chunk hands on, measured at the chunk's far end;
+    "out": the share of a state in κx at a rank; "slope": its share in κ'x.
+
+    With complex poles an entry is ``size · exp(-Re p · x) · cos(phase - Im p · x)``; TABLE has the
+    rows Re p, Im p, and size and phase of each kind.
+    """
+    r = tl.arange(0, STATE_ROWS)[None, :]
+    if COMPLEX:
+        row: tl.constexpr = 2 if KIND == "in" else (4 if KIND == "out" else 6)
+        half: tl.constexpr = ROWS // 2
+        to_first = ((s - first) * inverse_width)[:, None]
+        to_last = ((last - s) * inverse_width)[:, None]
+        x = tl.where((r < half) == (KIND == "in"), to_last, to_first)
+        x = tl.minimum(x, 40.0)  # exp(-40 Re p) is zero, and the angle stays small
+        angle = tl.load(TABLE + (row + 1) * STATE_ROWS + r) - tl.load(TABLE + STATE_ROWS + r) * x
+        size = tl.load(TABLE + row * STATE_ROWS + r)
+        return size * exp2(tl.load(TABLE + r) * (x * -LOG2E)) * cosine(angle)
+    near_left, near_right = reach(s, first, last, inverse_width)
+    if KIND == "in":  # measured at the other end, to be handed on
+        left, right = near_right, near_left
+        left_tie, right_tie = tl.where(s == last, 1.0, 0.0), tl.where(s == first, 1.0, 0.0)
+    else:
+        left, right = near_left, near_right
+        left_tie, right_tie = tl.where(s == first, 1.0, 0.0), tl.where(s == last, -1.0, 0.0)
+    if KIND == "slope":
+        left = -left
+    wave = tl.where(r == 0, left[:, None], tl.where(r == 1, right[:, None], 0.0))
+    if TIES:
+        wave = tl.where(r == 2, left_tie[:, None], tl.where(r == 3, right_tie[:, None], wave))
+    return wave
+
+
+@triton.jit
+def product(a, x, FINE: tl.constexpr = False):
+    """``a x`` for float32 a and rows x, in float32.
+
+    16-bit rows multiply a rounded to 16 bits, and with FINE also what the rounding left.
+    """
+    if x.dtype == tl.float32:
+        return tl.dot(a, x, input_precision="tf32x3")
+    rounded = a.to(x.dtype)
+    total = tl.dot(rounded, x)
+    if FINE:
+        total = tl.dot((a - rounded.to(tl.float32)).to(x.dtype), x, total)
+    return total
+
+
+@triton.jit
+def overlap(x, y):
+    """``x yᵀ`` in float32."""
+    if x.dtype == tl.float32:
+        return tl.dot(x, tl.trans(y), input_precision="tf32x3")
+    return tl.dot(x, tl.trans(y))
+
+
+@triton.jit
+def on_states(x, states, COMPLEX: tl.constexpr):
+    """``x statesᵀ``, (ranks, state rows)."""
+    states = tl.trans(states)
+    if x.dtype == tl.float32:
+        far = tl.dot(x, states, input_precision="tf32x3")
+    elif x.dtype == tl.float16:  # sums over many ranks overflow there
+        far = tl.dot(x.to(tl.float32), states, input_precision="tf32")
+    else:
+        rounded = states.to(x.dtype)
+        far = tl.dot(x, rounded)
+        if COMPLEX:  # large weights of several poles cancel
+            far = tl.dot(x, (states - rounded.to(tl.float32)).to(x.dtype), far)
+    return far
+
+
+@triton.jit
+def from_states(
+    TABLE, states, y, s, first, last, inverse_width,
+    COMPLEX: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Adds to y what other chunks contribute to κx; `states` as :func:`load_sides` gives them."""
+    if COMPLEX:
+        wave = waves(TABLE, s, first, last, inverse_width, "out", True, False, ROWS)
+        if EXACT:
+            y = tl.dot(wave, states[0], y, input_precision="tf32x3")
+        else:
+            y = tl.dot(wave, states[0], y, input_precision="tf32")
+    else:
+        left, right = reach(s, first, last, inverse_width)
+        y = y + left[:, None] * states[0][None, :] + right[:, None] * states[1][None, :]
+    return y
+
+
+@triton.jit
+def load_sides(STATES, chunk, d, D: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr):
+    """The states that enter a chunk: one matrix of them, or the two rows of a real pole."""
+    if COMPLEX:
+        sides = (load_states(STATES, chunk, d, D, ROWS),)
+    else:
+        at = STATES + chunk * ROWS * D + d
+        sides = (tl.load(at, mask=d < D, other=0.0), tl.load(at + D, mask=d < D, other=0.0))
+    return sides
+
+
+@triton.jit
+def load_states(STATES, chunk, d, D: tl.constexpr, ROWS: tl.constexpr):
+    """The states that enter a chunk, (state rows, columns); zero beyond their number."""
+    r = tl.arange(0, STATE_ROWS)
+    at = (chunk * ROWS + r)[:, None] * D + d[None, :]
+    return tl.load(STATES + at, mask=(r[:, None] < ROWS) & (d[None, :] < D), other=0.0)
+
+
+@triton.jit
+def store_states(STATES, chunk, states, d, D: tl.constexpr, ROWS: tl.constexpr):
+    r = tl.arange(0, STATE_ROWS)
+    at = (chunk * ROWS + r)[:, None] * D + d[None, :]
+    tl.store(STATES + at, states, mask=(r[:, None] < ROWS) & (d[None, :] < D))
+
+
+@triton.jit
+def hand_on(
+    STATES, TABLE, s, first, last, chunk, x, inverse_width, d, D: tl.constexpr,
+    COMPLEX: tl.constexpr, TIES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Stores the sums over rows x of a chunk that other chunks will need."""
+    wave = waves(TABLE, s, first, last, inverse_width, "in", COMPLEX, TIES, ROWS)
+    store_states(STATES, chunk, product(tl.trans(wave), x, COMPLEX), d, D, ROWS)
 
 
 @triton.jit
 def inflow_kernel(
-    X, ORDER, X_SCALE, S, DECAY, INVERSE_WIDTH, STATES, N, L, CHUNKS, SIDE, D: tl.constexpr,
-    TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, TIES: tl.constexpr,
+    X, ORDER, X_SCALE, S, TABLE, INVERSE_WIDTH, STATES, N, HEADS, L, CHUNKS, D: tl.constexpr,
+    COMPLEX: tl.constexpr, TIES: tl.constexpr, ROWS: tl.constexpr,
     GATHER: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
+    BLOCK_D: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Every chunk's own sums, measured at its last rank (left) and at its first (right)."""
-    head, slices, real = locate(L, BLOCK_L)
-    rows: tl.constexpr = 2 * POLES if COMPLEX else (2 if TIES else 1)
-    X += head * N * D * (1 if GATHER else L)
-    if GATHER:
-        ORDER += head * L * N
-    if SCALED:
-        X_SCALE += head * L * N
-    S += head * L * N
-    DECAY += head * L * N
-    STATES += head * L * CHUNKS * rows * D
-    chunk = tl.program_id(1)
+    """Every chunk's own sums, measured at its last number (left) and at its first (right)."""
+    pair, head, chunk = place(HEADS, L, CHUNKS)
     d = tl.arange(0, BLOCK_D)
-    inside = real[:, None] & (d[None, :] < D)
-    at = ((slices * CHUNKS + chunk) * rows * D)[:, None] + d[None, :]
-    zero = tl.zeros((BLOCK_L, BLOCK_D), tl.float32)
-    if COMPLEX:
-        inverse_width = tl.load(INVERSE_WIDTH + head)
-        first = position(S, slices, chunk * C, N)
-        last = position(S, slices, chunk * C + C - 1, N)
-        left = ()
-        right = ()
-        for _ in tl.static_range(2 * POLES):
-            left = left + (zero,)
-            right = right + (zero,)
-        for u in tl.static_range(C):
-            n = chunk * C + u
-            x = load_row(X, ORDER, X_SCALE, slices, n, N, d, D, GATHER, SCALED, EVEN)
-            s = position(S, slices, n, N)
-            new_left = ()
-            new_right = ()
-            for r in tl.static_range(POLES):
-                re, im = wave((last - s) * inverse_width, TABLE[4 * r + 2], TABLE[4 * r + 3])
-                new_left = new_left + (left[2 * r] + re * x, left[2 * r + 1] + im * x)
-                re, im = wave((s - first) * inverse_width, TABLE[4 * r + 2], TABLE[4 * r + 3])
-                new_right = new_right + (right[2 * r] + re * x, right[2 * r + 1] + im * x)
-            left = new_left
-            right = new_right
-        for row in tl.static_range(2 * POLES):
-            tl.store(STATES + at + row * D, left[row], mask=inside)
-            tl.store(STATES + SIDE + at + row * D, right[row], mask=inside)
-    else:
-        left = zero
-        right = zero
-        left_tied = zero
-        right_tied = zero
-        reach = tl.full((BLOCK_L, 1), 1.0, tl.float32)
-        for u in tl.static_range(C):
-            n = chunk * C + u
-            x = load_row(X, ORDER, X_SCALE, slices, n, N, d, D, GATHER, SCALED, EVEN)
-            a = step(DECAY, slices, n, N, EVEN)
-            if u > 0:
-                reach = reach * a
-            right += reach * x
-            # Past the end the state is kept: there it is measured at the last rank.
-            left = left * a + x if EVEN else tl.where(n < N, left * a + x, left)
-            if TIES:
-                right_tied += tl.where(reach == 1.0, x, 0.0)
-                left_tied = tl.where((a == 1.0) | (n >= N), left_tied, 0.0) + x
-        tl.store(STATES + at, left, mask=inside)
-        tl.store(STATES + SIDE + at, right, mask=inside)
-        if TIES:
-            tl.store(STATES + at + D, left_tied, mask=inside)
-            tl.store(STATES + SIDE + at + D, right_tied, mask=inside)
+    n = chunk * C + tl.arange(0, C)
+    X += (head if GATHER else pair) * N * D
+    if GATHER:
+        ORDER += pair * N
+    if SCALED:
+        X_SCALE += pair * N
+    x = load_rows(X, ORDER, X_SCALE, n, N, d, D, GATHER, SCALED, EVEN)
+    s, first, last = positions(S + pair * N, chunk, N, C)
+    hand_on(
+        STATES + pair * CHUNKS * ROWS * D, TABLE, s, first, last, chunk, x,
+        tl.load(INVERSE_WIDTH + head), d, D, COMPLEX, TIES, ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def turn(TABLE, x, r, ROWS: tl.constexpr):
+    """``exp(-p x)`` of the pole of state row r, real and imaginary part."""
+    x = tl.minimum(x, 40.0)
+    size = exp2(tl.load(TABLE + r) * (x * -LOG2E))
+    angle = tl.load(TABLE + STATE_ROWS + r) * x
+    return size * cosine(angle), size * cosine(angle + QUARTER)
 
 
 @triton.jit
 def scan_kernel(
-    S, INVERSE_WIDTH, STATES, N, L, CHUNKS, SIDE, D: tl.constexpr,
-    TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, TIES: tl.constexpr,
-    BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
+    S, TABLE, INVERSE_WIDTH, STATES, N, L, CHUNKS, D: tl.constexpr,
+    COMPLEX: tl.constexpr, TIES: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Replaces the chunks' own sums by the states that enter them, in place.
 
-    AHEAD chunks are loaded before the first of them is overwritten, so that loads overlap.
+    A tile is (states of one side, columns): poles, or the state and its ties. AHEAD chunks are
+    loaded before the first of them is overwritten, so that loads overlap.
     """
-    head, slices, real = locate(L, BLOCK_L)
-    rows: tl.constexpr = 2 * POLES if COMPLEX else (2 if TIES else 1)
+    pair = tl.program_id(0).to(tl.int64)
     rightwards = tl.program_id(1) == 0
-    S += head * L * N
-    STATES += head * L * CHUNKS * rows * D + tl.where(rightwards, 0, SIDE)
-    inverse_width = tl.load(INVERSE_WIDTH + head)
-    d = tl.arange(0, BLOCK_D)
-    inside = real[:, None] & (d[None, :] < D)
-    states = ()
-    for _ in tl.static_range(rows):
-        states = states + (tl.zeros((BLOCK_L, BLOCK_D), tl.float32),)
+    S += pair * N
+    STATES += pair * CHUNKS * ROWS * D
+    inverse_width = tl.load(INVERSE_WIDTH + pair // L)
+    d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    k = tl.arange(0, BLOCK_R)
+    if COMPLEX:
+        row = 2 * k + tl.where(rightwards, 0, ROWS // 2)
+        inside = (k[:, None] < ROWS // 4) & (d[None, :] < D)
+        beside: tl.constexpr = D  # from the real part to the imaginary part
+    else:
+        row = 2 * k + tl.where(rightwards, 0, 1)
+        inside = (k[:, None] < ROWS // 2) & (d[None, :] < D)
+        beside: tl.constexpr = 0
+    state = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    state_im = state
     for i in range(0, CHUNKS, AHEAD):
         owns = ()
-        decays = ()
-        for k in tl.static_range(AHEAD):
-            chunk = tl.where(rightwards, i + k, CHUNKS - 1 - i - k)
-            at = ((slices * CHUNKS + chunk) * rows * D)[:, None] + d[None, :]
-            for row in tl.static_range(rows):
-                mask = inside & (i + k < CHUNKS)
-                owns = owns + (tl.load(STATES + at + row * D, mask=mask, other=0.0),)
-            first = position(S, slices, chunk * C, N)
-            last = position(S, slices, chunk * C + C - 1, N)
-            before = position(S, slices, chunk * C - 1, N)
-            after = position(S, slices, chunk * C + C, N)
+        for u in tl.static_range(AHEAD):
+            chunk = tl.where(rightwards, i + u, CHUNKS - 1 - i - u)
+            at = (chunk * ROWS + row)[:, None] * D + d[None, :]
+            mask = inside & (i + u < CHUNKS)
+            owns = owns + (tl.load(STATES + at, mask=mask, other=0.0),)
             if COMPLEX:
-                # From the chunk's near end, where the state is, to the near end of the next chunk.
-                across = tl.where(rightwards, after - first, last - before) * inverse_width
-                beyond = tl.where(rightwards, after - last, first - before) * inverse_width
-                for r in tl.static_range(POLES):
-                    decays = decays + wave(across, TABLE[4 * r + 2], TABLE[4 * r + 3])
-                    decays = decays + wave(beyond, TABLE[4 * r + 2], TABLE[4 * r + 3])
-            else:
-                # From the rank before the chunk to its last, or from the rank after to its first.
-                gap = tl.where(rightwards, last - before, after - first)
-                decays = decays + (tl.exp(-gap * inverse_width), gap)
-        for k in tl.static_range(AHEAD):
-            chunk = tl.where(rightwards, i + k, CHUNKS - 1 - i - k)
-            at = ((slices * CHUNKS + chunk) * rows * D)[:, None] + d[None, :]
-            new_states = ()
-            for row in tl.static_range(rows):
-                tl.store(STATES + at + row * D, states[row], mask=inside & (i + k < CHUNKS))
+                owns = owns + (tl.load(STATES + at + beside, mask=mask, other=0.0),)
+        for u in tl.static_range(AHEAD):
+            chunk = tl.where(rightwards, i + u, CHUNKS - 1 - i - u)
+            at = (chunk * ROWS + row)[:, None] * D + d[None, :]
+            mask = inside & (i + u < CHUNKS)
+            first = number(S, chunk * C, N)
+            last = number(S, chunk * C + C - 1, N)
+            before = number(S, chunk * C - 1, N)
+            beyond = number(S, chunk * C + C, N)
+            # From where the state and the chunk's sums are measured to the next chunk's near end.
+            across = tl.where(rightwards, beyond - first, last - before) * inverse_width
+            step = tl.where(rightwards, beyond - last, first - before) * inverse_width
+            tl.store(STATES + at, state, mask=mask)
             if COMPLEX:
-                for r in tl.static_range(POLES):
-                    re = decays[4 * (k * POLES + r)]
-                    im = decays[4 * (k * POLES + r) + 1]
-                    own_re = decays[4 * (k * POLES + r) + 2]
-                    own_im = decays[4 * (k * POLES + r) + 3]
-                    x_re = owns[k * rows + 2 * r]
-                    x_im = owns[k * rows + 2 * r + 1]
-                    s_re = states[2 * r]
-                    s_im = states[2 * r + 1]
-                    new_states = new_states + (
-                        re * s_re - im * s_im + own_re * x_re - own_im * x_im,
-                        re * s_im + im * s_re + own_re * x_im + own_im * x_re,
-                    )
+                tl.store(STATES + at + beside, state_im, mask=mask)
+                own, own_im = owns[2 * u], owns[2 * u + 1]
+                re, im = turn(TABLE, across, row[:, None], ROWS)
+                s_re, s_im = turn(TABLE, step, row[:, None], ROWS)
+                moved = re * state - im * state_im + s_re * own - s_im * own_im
+                state_im = re * state_im + im * state + s_re * own_im + s_im * own
+                state = moved
             else:
-                new_states = new_states + (decays[2 * k] * states[0] + owns[k * rows],)
-                if TIES:
-                    tied = tl.where(decays[2 * k + 1] == 0, states[1], 0.0)
-                    new_states = new_states + (tied + owns[k * rows + 1],)
-            states = new_states
-
-
-@triton.jit
-def decay_kernel(S, INVERSE_WIDTH, DECAY, N, L, BLOCK: tl.constexpr):
-    """``exp(-(s_n - s_{n-1}) / width)``: one exactly where numbers are equal, zero at rank 0."""
-    pair = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    here = tl.load(S + pair * N + n, mask=n < N, other=0.0)
-    before = tl.load(S + pair * N + n - 1, mask=(n < N) & (n > 0), other=0.0)
-    decay = tl.exp((before - here) * tl.load(INVERSE_WIDTH + pair // L))
-    decay = tl.where(before < here, tl.minimum(decay, 1 - 2**-24), 1.0)
-    tl.store(DECAY + pair * N + n, tl.where(n > 0, decay, 0.0), mask=n < N)
+                decay = exp2(across * -LOG2E)
+                own_decay = exp2(step * -LOG2E)
+                if TIES:  # a tie goes on as long as the number stays the same
+                    decay = tl.where(k == 0, decay, tl.where(across == 0, 1.0, 0.0))[:, None]
+                    own_decay = tl.where(k == 0, own_decay, tl.where(step == 0, 1.0, 0.0))[:, None]
+                state = decay * state + own_decay * owns[u]

@@ -1,8 +1,9 @@
-"""The backward of ``κ``: for operand X and upstream P, ``κP`` and the slope in the numbers.
+"""The backward of ``κ``: for operand X and upstream P, ``κP`` and the slope in the numbers,
 
-    ds_n = P_n · (κ'X)_n + X_n · (κ'P)_n
+    ds_n = P_n · (κ'X)_n + X_n · (κ'P)_n = Σ_j κ'_nj (P_n · X_j + X_n · P_j),
 
-per unit of scaled distance. It is written to SLOPE, (batch · slices, ranks).
+per unit of scaled distance. The last form needs only the small matrices ``P Xᵀ`` of a chunk and
+``P statesᵀ``: the columns are summed by the tensor cores, and κ' is never rounded.
 """
 
 from __future__ import annotations
@@ -10,154 +11,118 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from espformer.ops.triton.chunks import load_row, load_state, locate, position, step
-from espformer.ops.triton.mix import far
+from espformer.ops.triton.chunks import (
+    from_states,
+    gap_slope,
+    hand_on,
+    load_rows,
+    load_sides,
+    load_states,
+    near,
+    on_states,
+    overlap,
+    place,
+    positions,
+    product,
+    waves,
+)
 
 
 @triton.jit
 def grad_kernel(
-    X, X_ORDER, X_SCALE, P, P_ORDER, P_SCALE, S, DECAY, INVERSE_WIDTH, X_STATES, P_STATES, SCALE,
-    SLOPE, AGREE, ALIGN, OUT, OUT_ORDER, N, L, CHUNKS, SIDE, D: tl.constexpr,
-    TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
+    X, X_ORDER, X_SCALE, P, P_ORDER, P_SCALE, S, TABLE, INVERSE_WIDTH, X_STATES, P_STATES, SCALE,
+    WEIGHT, SLOPE, AGREE, ALIGN, OUT, OUT_ORDER, NEXT_S, NEXT_STATES, N, HEADS, L, CHUNKS,
+    D: tl.constexpr, COMPLEX: tl.constexpr, TIES: tl.constexpr, ROWS: tl.constexpr,
     X_GATHER: tl.constexpr, X_SCALED: tl.constexpr, P_GATHER: tl.constexpr, P_SCALED: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_AGREE: tl.constexpr, HAS_ALIGN: tl.constexpr, TO: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
+    HAS_SCALE: tl.constexpr, WEIGHTED: tl.constexpr, HAS_AGREE: tl.constexpr,
+    HAS_ALIGN: tl.constexpr, TO: tl.constexpr, NEXT_ROWS: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_D: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Writes the slope and ``y = κP``; AGREE gets ``X_n · y_n``, ALIGN gets ``P_n · (κX)_n``.
+    """Writes ``weight · ds``; AGREE gets ``X_n · (κP)_n``, ALIGN gets ``P_n · (κX)_n``.
 
-    OUT gets ``scale · y``, in rank order or added to the rows of the tokens. It may be X itself
-    when both are in rank order: a program reads its rows before it writes them.
+    OUT gets ``scale · κP`` in rank order, or ``weight`` times that added to the rows of the tokens.
+    It may be X itself when both are in rank order: a program reads its rows before it writes them.
+    NEXT_ROWS as in mix_kernel, with ties where the metric has them.
     """
-    head, slices, real = locate(L, BLOCK_L)
-    rows: tl.constexpr = 2 * POLES if COMPLEX else 2
-    pairs = head * L * N
-    X += head * N * D * (1 if X_GATHER else L)
-    if X_GATHER:
-        X_ORDER += pairs
-    if X_SCALED:
-        X_SCALE += pairs
-    P += head * N * D * (1 if P_GATHER else L)
-    if P_GATHER:
-        P_ORDER += pairs
-    if P_SCALED:
-        P_SCALE += pairs
-    if HAS_SCALE:
-        SCALE += pairs
-    if HAS_AGREE:
-        AGREE += pairs
-    if HAS_ALIGN:
-        ALIGN += pairs
-    S += pairs
-    DECAY += pairs
-    SLOPE += pairs
-    X_STATES += head * L * CHUNKS * rows * D
-    P_STATES += head * L * CHUNKS * rows * D
-    if TO != "nowhere":
-        OUT += head * N * D * (L if TO == "ranks" else 1)
-    if TO == "tokens":
-        OUT_ORDER += pairs
-    chunk = tl.program_id(1)
+    pair, head, chunk = place(HEADS, L, CHUNKS)
     d = tl.arange(0, BLOCK_D)
-    inside = real[:, None] & (d[None, :] < D)
-    xs = ()
-    ps = ()
-    for u in tl.static_range(C):
-        n = chunk * C + u
-        xs = xs + (load_row(X, X_ORDER, X_SCALE, slices, n, N, d, D, X_GATHER, X_SCALED, EVEN),)
-        ps = ps + (load_row(P, P_ORDER, P_SCALE, slices, n, N, d, D, P_GATHER, P_SCALED, EVEN),)
+    n = chunk * C + tl.arange(0, C)
+    ranks = pair * N
+    X += (head if X_GATHER else pair) * N * D
+    if X_GATHER:
+        X_ORDER += ranks
+    if X_SCALED:
+        X_SCALE += ranks
+    P += (head if P_GATHER else pair) * N * D
+    if P_GATHER:
+        P_ORDER += ranks
+    if P_SCALED:
+        P_SCALE += ranks
     inverse_width = tl.load(INVERSE_WIDTH + head)
-    first = position(S, slices, chunk * C, N)
-    last = position(S, slices, chunk * C + C - 1, N)
-    x_strict = ()
-    p_backs = ()
-    p_strict = ()
-    x_backs = ()
-    zero = tl.zeros((BLOCK_L, BLOCK_D), tl.float32)
-    fx = zero
-    fp = zero
-    hx = zero
-    hp = zero
-    if not COMPLEX:
-        # b, f: all ranks to the right, to the left; h: those among them with another number.
-        bx = load_state(X_STATES + SIDE, slices, chunk, 0, 2, CHUNKS, d, D, EVEN)
-        bp = load_state(P_STATES + SIDE, slices, chunk, 0, 2, CHUNKS, d, D, EVEN)
-        hx = bx - load_state(X_STATES + SIDE, slices, chunk, 1, 2, CHUNKS, d, D, EVEN)
-        hp = bp - load_state(P_STATES + SIDE, slices, chunk, 1, 2, CHUNKS, d, D, EVEN)
-        for u in tl.static_range(C):
-            a = step(DECAY, slices, chunk * C + C - u, N, EVEN and u > 0)
-            bx = bx * a
-            bp = bp * a
-            hx = tl.where(a == 1.0, hx, bx)
-            hp = tl.where(a == 1.0, hp, bp)
-            if HAS_ALIGN:
-                x_backs = x_backs + (bx,)
-            p_backs = p_backs + (bp,)
-            x_strict = x_strict + (hx,)
-            p_strict = p_strict + (hp,)
-            bx = bx + xs[C - 1 - u]
-            bp = bp + ps[C - 1 - u]
-        fx = load_state(X_STATES, slices, chunk, 0, 2, CHUNKS, d, D, EVEN)
-        fp = load_state(P_STATES, slices, chunk, 0, 2, CHUNKS, d, D, EVEN)
-        hx = fx - load_state(X_STATES, slices, chunk, 1, 2, CHUNKS, d, D, EVEN)
-        hp = fp - load_state(P_STATES, slices, chunk, 1, 2, CHUNKS, d, D, EVEN)
-    for u in tl.static_range(C):
-        n = chunk * C + u
-        x = xs[u]
-        p = ps[u]
-        z = zero
-        if COMPLEX:
-            s = position(S, slices, n, N)
-            to_first, to_last = (s - first) * inverse_width, (last - s) * inverse_width
-            y = far(
-                P_STATES, SIDE, slices, chunk, to_first, to_last, CHUNKS, d, D,
-                TABLE, POLES, False, EVEN,
-            )  # fmt: skip
-            if HAS_ALIGN:
-                z = z + far(
-                    X_STATES, SIDE, slices, chunk, to_first, to_last, CHUNKS, d, D,
-                    TABLE, POLES, False, EVEN,
-                )  # fmt: skip
-            x_slope = far(
-                X_STATES, SIDE, slices, chunk, to_first, to_last, CHUNKS, d, D,
-                TABLE, POLES, True, EVEN,
-            )  # fmt: skip
-            p_slope = far(
-                P_STATES, SIDE, slices, chunk, to_first, to_last, CHUNKS, d, D,
-                TABLE, POLES, True, EVEN,
-            )  # fmt: skip
-            for j in tl.static_range(C):
-                gap = (position(S, slices, chunk * C + j, N) - s) * inverse_width
-                k = tl.exp(-gap * gap)
-                y = y + k * ps[j]
-                if HAS_ALIGN:
-                    z = z + k * xs[j]
-                x_slope = x_slope + 2 * gap * k * xs[j]
-                p_slope = p_slope + 2 * gap * k * ps[j]
+    x = load_rows(X, X_ORDER, X_SCALE, n, N, d, D, X_GATHER, X_SCALED, EVEN)
+    p = load_rows(P, P_ORDER, P_SCALE, n, N, d, D, P_GATHER, P_SCALED, EVEN)
+    s, first, last = positions(S + ranks, chunk, N, C)
+    X_STATES += pair * CHUNKS * ROWS * D
+    P_STATES += pair * CHUNKS * ROWS * D
+    x_states = load_states(X_STATES, chunk, d, D, ROWS)
+    p_states = load_states(P_STATES, chunk, d, D, ROWS)
+    inside = n < N
+    here = inside[:, None] & (d[None, :] < D)
+    if WEIGHTED:
+        weight = tl.load(WEIGHT + pair)
+
+    # One product after another, each summed at once: registers decide how many programs fit.
+    exact: tl.constexpr = x.dtype == tl.float32
+    mine = overlap(x, p)  # X_n · P_j
+    k, gap = near(s, first, mine, inverse_width, COMPLEX, exact)
+    k_slope = gap_slope(k, gap, COMPLEX)
+    slope = tl.sum(k_slope * mine, 1)
+    if HAS_AGREE:
+        agree = tl.sum(k * mine, 1)
+    theirs = overlap(p, x)  # P_n · X_j
+    slope += tl.sum(k_slope * theirs, 1)
+    if HAS_ALIGN:
+        align = tl.sum(k * theirs, 1)
+    near_product = product(k, p)
+
+    mine_far = on_states(x, p_states, COMPLEX)
+    theirs_far = on_states(p, x_states, COMPLEX)
+    wave = waves(TABLE, s, first, last, inverse_width, "slope", COMPLEX, TIES, ROWS)
+    slope += tl.sum(wave * (mine_far + theirs_far), 1)
+    if WEIGHTED:
+        slope *= weight
+    tl.store(SLOPE + ranks + n, slope, mask=inside)
+    if HAS_AGREE or HAS_ALIGN:
+        wave = waves(TABLE, s, first, last, inverse_width, "out", COMPLEX, False, ROWS)
+    if HAS_AGREE:
+        tl.store(AGREE + ranks + n, agree + tl.sum(wave * mine_far, 1), mask=inside)
+    if HAS_ALIGN:
+        tl.store(ALIGN + ranks + n, align + tl.sum(wave * theirs_far, 1), mask=inside)
+
+    sides = (p_states,) if COMPLEX else load_sides(P_STATES, chunk, d, D, COMPLEX, ROWS)
+    y = from_states(TABLE, sides, near_product, s, first, last, inverse_width, COMPLEX, ROWS, exact)
+    if HAS_SCALE:
+        y = y * tl.load(SCALE + ranks + n, mask=inside, other=0.0)[:, None]
+    if TO == "ranks":
+        y = y.to(OUT.dtype.element_ty)
+        at = OUT + pair * N * D + n[:, None] * D + d[None, :]
+        if EVEN:
+            tl.store(at, y)
         else:
-            a = step(DECAY, slices, n, N, EVEN)
-            fx = fx * a
-            fp = fp * a
-            hx = tl.where(a == 1.0, hx, fx)
-            hp = tl.where(a == 1.0, hp, fp)
-            y = fp + p_backs[C - 1 - u] + p
-            if HAS_ALIGN:
-                z = fx + x_backs[C - 1 - u] + x
-            x_slope = x_strict[C - 1 - u] - hx
-            p_slope = p_strict[C - 1 - u] - hp
-            fx = fx + x
-            fp = fp + p
-        at = slices * N + (n if EVEN else tl.minimum(n, N - 1))
-        listed = real if EVEN else real & (n < N)
-        tl.store(SLOPE + at, tl.sum(p * x_slope + x * p_slope, 1), mask=listed)
-        if HAS_AGREE:
-            tl.store(AGREE + at, tl.sum(x * y, 1), mask=listed)
-        if HAS_ALIGN:
-            tl.store(ALIGN + at, tl.sum(p * z, 1), mask=listed)
-        here = inside if EVEN else inside & (n < N)
-        if HAS_SCALE:
-            y = y * tl.load(SCALE + at)[:, None]
-        if TO == "ranks":
-            tl.store(OUT + (at * D)[:, None] + d[None, :], y.to(OUT.dtype.element_ty), mask=here)
-        elif TO == "tokens":
-            tokens = OUT + (tl.load(OUT_ORDER + at) * D)[:, None] + d[None, :]
-            tl.atomic_add(tokens, y, mask=here, sem="relaxed")
+            tl.store(at, y, mask=here)
+        if NEXT_ROWS > 0:
+            next_s, next_first, next_last = positions(NEXT_S + ranks, chunk, N, C)
+            hand_on(
+                NEXT_STATES + pair * CHUNKS * NEXT_ROWS * D, TABLE, next_s, next_first, next_last,
+                chunk, tl.where(here, y, 0.0) if not EVEN else y, inverse_width, d, D,
+                COMPLEX, TIES, NEXT_ROWS,
+            )  # fmt: skip
+    elif TO == "tokens":
+        if WEIGHTED:
+            y = y * weight
+        tokens = tl.load(OUT_ORDER + ranks + n, mask=inside, other=0)
+        rows = OUT + head * N * D + tokens[:, None] * D + d[None, :]
+        if EVEN:
+            tl.atomic_add(rows, y, sem="relaxed")
+        else:
+            tl.atomic_add(rows, y, mask=here, sem="relaxed")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import cmath
+import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,16 +12,15 @@ import torch
 import triton
 from torch import Tensor
 
-from espformer.ops.exponentials import ABSOLUTE, GAUSSIAN
-from espformer.ops.triton.chunks import decay_kernel, inflow_kernel, scan_kernel
+from espformer.ops.exponentials import ABSOLUTE, GAUSSIAN, ExponentialSum
+from espformer.ops.triton.chunks import STATE_ROWS, inflow_kernel, scan_kernel
 from espformer.ops.triton.grad import grad_kernel
 from espformer.ops.triton.mix import mix_kernel
 
-CHUNK = 16
-# Chunks whose states are loaded together when they are scanned, for real and for complex poles.
-AHEAD = (8, 2)
-# Elements of a (slices, columns) tile that one warp holds per rank: what fits in registers.
-TILES = {"inflow": 256, "scan": 64, "mix": 128, "grad": 64}
+# Ranks of a chunk for 16-bit and for 32-bit rows.
+CHUNK = {2: 64, 4: 32}
+# Chunks whose states are loaded together when they are scanned.
+AHEAD = 8
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,34 @@ class Rows:
     scale: Tensor | None = None  # (batch, L, N)
 
 
+def exponentials(metric: str, dtype: torch.dtype) -> ExponentialSum:
+    """The table of a metric, as exact as rows of this type deserve."""
+    if metric == "absolute":
+        return ABSOLUTE
+    return GAUSSIAN[3 if dtype in (torch.bfloat16, torch.float16) else 4]
+
+
+@functools.cache
+def pole_table(metric: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What :func:`espformer.ops.triton.chunks.waves` reads: (8, STATE_ROWS).
+
+    Poles (Re, Im), then size and phase of the waves into a state, out of it, and of its slope.
+    """
+    rows: list[list[float]] = []
+    table = exponentials(metric, dtype)
+    for side in (-1, 1):  # a state on the left pulls to the left
+        for weight, pole in zip(table.weights, table.poles, strict=True):
+            w, p = complex(weight), complex(pole)
+            slope = side * w * p
+            for quarter in (0.0, math.pi / 2):  # the real part, and minus the imaginary part
+                rows.append([
+                    p.real, p.imag, 1.0, -quarter, abs(w), cmath.phase(w) + quarter,
+                    abs(slope), cmath.phase(slope) + quarter,
+                ])  # fmt: skip
+    rows += [[1.0] + [0.0] * 7] * (STATE_ROWS.value - len(rows))
+    return torch.tensor(rows, dtype=torch.float32).T.contiguous().to(device)
+
+
 class SortedSlices:
     """``κ`` of (batch, L, N) sorted numbers, for operands of any width.
 
@@ -37,99 +67,108 @@ class SortedSlices:
     the permutations, which the kernels apply while they load and store rows.
     """
 
-    def __init__(self, values: Tensor, inverse_width: Tensor, metric: str, pairs: int = 4) -> None:
-        self.values, self.metric = values, metric
+    def __init__(
+        self, values: Tensor, inverse_width: Tensor, metric: str, dtype: torch.dtype
+    ) -> None:
+        self.values, self.inverse_width = values, inverse_width
         self.batch, self.slices, self.ranks = values.shape
-        self.inverse_width = inverse_width.expand(self.batch).contiguous()
-        table = ABSOLUTE if metric == "absolute" else GAUSSIAN[pairs]
-        self.complex, self.poles = metric != "absolute", len(table.poles)
-        self.table = tuple(
-            number
-            for w, p in zip(table.weights, table.poles, strict=True)
-            for number in (complex(w).real, complex(w).imag, complex(p).real, complex(p).imag)
-        )
-        self.decay = values
-        if not self.complex:
-            self.decay = torch.empty_like(values)
-            block = min(1024, triton.next_power_of_2(self.ranks))
-            decay_kernel[(triton.cdiv(self.ranks, block), self.batch * self.slices)](
-                values, self.inverse_width, self.decay, self.ranks, self.slices, BLOCK=block
-            )
+        self.complex = metric != "absolute"
+        self.poles = len(exponentials(metric, dtype).poles)
+        self.table = pole_table(metric, dtype, values.device)
+        self.chunk = CHUNK[dtype.itemsize]
+        self.chunks = triton.cdiv(self.ranks, self.chunk)
 
-    def _rows(self, ties: bool) -> int:
-        return 2 * self.poles if self.complex else 1 + ties
+    def rows(self, ties: bool) -> int:
+        """State rows per chunk, both sides together."""
+        return 4 * self.poles if self.complex else 2 + 2 * ties
 
-    def _config(
-        self, width: int, kernel: str, ties: bool = False
-    ) -> tuple[dict[str, Any], int, dict[str, Any]]:
-        """Launch parameters: compile-time ones, tiles of (batch, slices), run-time sizes."""
-        block_d = triton.next_power_of_2(width)
-        elements = TILES[kernel]
-        warps = max(1, block_d // elements)
-        block_l = max(1, min(triton.next_power_of_2(self.slices), warps * elements // block_d))
-        chunks = triton.cdiv(self.ranks, CHUNK)
-        meta = {"BLOCK_L": block_l, "BLOCK_D": block_d, "C": CHUNK, "num_warps": warps, "D": width}
-        meta |= {"TABLE": self.table, "POLES": self.poles, "COMPLEX": self.complex}
-        if kernel != "scan":
-            meta["EVEN"] = block_d == width and self.ranks % CHUNK == 0
-        side = self.batch * self.slices * chunks * self._rows(ties) * width
-        sizes = {"N": self.ranks, "L": self.slices, "CHUNKS": chunks, "SIDE": side}
-        return meta, self.batch * triton.cdiv(self.slices, block_l), sizes
+    def new_states(self, like: Tensor, ties: bool = False) -> Tensor:
+        """Room for states, (batch, L, chunks, rows, width)."""
+        shape = (self.batch, self.slices, self.chunks, self.rows(ties), like.shape[-1])
+        return torch.empty(shape, device=like.device, dtype=torch.float32)
+
+    def _config(self, width: int) -> dict[str, Any]:
+        block_d = max(16, triton.next_power_of_2(width))
+        return {
+            "N": self.ranks, "HEADS": self.batch, "L": self.slices, "CHUNKS": self.chunks,
+            "D": width, "COMPLEX": self.complex, "BLOCK_D": block_d, "C": self.chunk,
+            "EVEN": block_d == width and self.ranks % self.chunk == 0,
+            "num_warps": 8 if block_d > 128 else 4,
+        }  # fmt: skip
+
+    @property
+    def _grid(self) -> tuple[int]:
+        return (self.batch * self.slices * self.chunks,)
 
     def states(self, x: Rows, ties: bool = False) -> Tensor:
-        """The states that enter every chunk: (2, batch, L, chunks, rows, width)."""
-        width = x.data.shape[-1]
-        meta, tiles, sizes = self._config(width, "inflow", ties)
-        rows = self._rows(ties)
-        states = x.data.new_empty(
-            2, self.batch, self.slices, sizes["CHUNKS"], rows, width, dtype=torch.float32
-        )
-        inflow_kernel[(tiles, sizes["CHUNKS"])](
-            x.data, x.order, x.scale, self.values, self.decay, self.inverse_width, states, **sizes,
-            GATHER=x.order is not None, SCALED=x.scale is not None, TIES=ties, **meta,
+        """The states that enter every chunk: (batch, L, chunks, rows, width)."""
+        states = self.new_states(x.data, ties)
+        inflow_kernel[self._grid](
+            x.data, x.order, x.scale, self.values, self.table, self.inverse_width, states,
+            TIES=ties, ROWS=self.rows(ties), GATHER=x.order is not None,
+            SCALED=x.scale is not None, **self._config(x.data.shape[-1]),
         )  # fmt: skip
-        meta, tiles, sizes = self._config(width, "scan", ties)
-        scan_kernel[(tiles, 2)](
-            self.values,
-            self.inverse_width,
-            states,
-            **sizes,
-            TIES=ties,
-            AHEAD=AHEAD[self.complex],
-            **meta,
-        )
+        return self.scan(states, ties)
+
+    def scan(self, states: Tensor, ties: bool = False) -> Tensor:
+        """Every chunk's own sums to the states that enter it, in place."""
+        config = self._config(states.shape[-1])
+        del config["EVEN"], config["num_warps"], config["HEADS"]
+        config["BLOCK_D"] = block_d = min(64, config["BLOCK_D"])
+        block_r = triton.next_power_of_2(self.poles if self.complex else 1 + ties)
+        grid = (self.batch * self.slices, 2, triton.cdiv(states.shape[-1], block_d))
+        scan_kernel[grid](
+            self.values, self.table, self.inverse_width, states, TIES=ties, ROWS=self.rows(ties),
+            BLOCK_R=block_r, AHEAD=AHEAD, num_warps=1, **config,
+        )  # fmt: skip
         return states
 
     def mix(
-        self, x: Rows, states: Tensor, scale: Tensor | None, to: str, out: Tensor | None,
-        order: Tensor | None = None, dot: Tensor | None = None,
+        self, x: Rows, states: Tensor, scale: Tensor | None, to: str, out: Tensor, *,
+        weight: Tensor | None = None, order: Tensor | None = None, dot: Tensor | None = None,
+        into: SortedSlices | None = None, into_states: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """``scale · κx`` into `out`: stored by rank, added by token, or multiplied into `dot`."""
-        meta, tiles, sizes = self._config(x.data.shape[-1], "mix")
-        mix_kernel[(tiles, sizes["CHUNKS"])](
-            x.data, x.order, x.scale, self.values, self.decay, self.inverse_width, states, scale,
-            out, order, dot, **sizes, GATHER=x.order is not None, SCALED=x.scale is not None,
-            HAS_SCALE=scale is not None, TO=to, **meta,
+        """``scale · weight · κx`` to `out`: stored by rank, added by token, or dotted into `dot`.
+
+        Rows stored by rank that are the operand of another kernel leave its chunks' own sums in
+        `into_states`, to be scanned.
+        """
+        rows = 0 if into_states is None else into_states.shape[-2]
+        mix_kernel[self._grid](
+            x.data, x.order, x.scale, self.values, self.table, self.inverse_width, states, scale,
+            weight, out, order, dot, None if into is None else into.values, into_states,
+            TIES=False, ROWS=states.shape[-2], GATHER=x.order is not None,
+            SCALED=x.scale is not None, HAS_SCALE=scale is not None, WEIGHTED=weight is not None,
+            TO=to, NEXT_TIES=not self.complex and rows == 4, NEXT_ROWS=rows,
+            **self._config(x.data.shape[-1]),
         )  # fmt: skip
 
-    def dot(self, x: Rows, scale: Tensor | None, y: Tensor, order: Tensor) -> Tensor:
+    def dot(
+        self, x: Rows, states: Tensor, scale: Tensor | None, y: Tensor, order: Tensor
+    ) -> Tensor:
         """``Σ_n scale_n (κx)_n · y[order_n]`` for every slice: (batch, L)."""
-        chunks = self._config(x.data.shape[-1], "mix")[2]["CHUNKS"]
-        partial = self.values.new_empty(self.batch, self.slices, chunks)
-        self.mix(x, self.states(x), scale, "dot", y, order, partial)
+        partial = self.values.new_empty(self.batch, self.slices, self.chunks)
+        self.mix(x, states, scale, "dot", y, order=order, dot=partial)
         return partial.sum(-1)
 
     def grad(
         self, x: Rows, p: Rows, x_states: Tensor, p_states: Tensor, slope: Tensor, *,
-        scale: Tensor | None = None, agree: Tensor | None = None, align: Tensor | None = None,
-        to: str = "nowhere", out: Tensor | None = None, order: Tensor | None = None,
+        scale: Tensor | None = None, weight: Tensor | None = None, agree: Tensor | None = None,
+        align: Tensor | None = None, to: str = "nowhere", out: Tensor | None = None,
+        order: Tensor | None = None, into: SortedSlices | None = None,
+        into_states: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """The slope in the numbers and ``scale · κp``; both states with their ties."""
-        meta, tiles, sizes = self._config(x.data.shape[-1], "grad", ties=True)
-        grad_kernel[(tiles, sizes["CHUNKS"])](
-            x.data, x.order, x.scale, p.data, p.order, p.scale, self.values, self.decay,
-            self.inverse_width, x_states, p_states, scale, slope, agree, align, out, order, **sizes,
+        """The slope in the numbers and ``scale · weight · κp``; both states with their ties."""
+        config = self._config(x.data.shape[-1])
+        if x.data.element_size() == 2 and config["BLOCK_D"] <= 64:
+            config["maxnreg"] = 160 if self.complex else 128  # one more program per multiprocessor
+        grad_kernel[self._grid](
+            x.data, x.order, x.scale, p.data, p.order, p.scale, self.values, self.table,
+            self.inverse_width, x_states, p_states, scale, weight, slope, agree, align, out, order,
+            None if into is None else into.values, into_states,
+            TIES=not self.complex, ROWS=x_states.shape[-2],
             X_GATHER=x.order is not None, X_SCALED=x.scale is not None,
             P_GATHER=p.order is not None, P_SCALED=p.scale is not None, HAS_SCALE=scale is not None,
-            HAS_AGREE=agree is not None, HAS_ALIGN=align is not None, TO=to, **meta,
+            WEIGHTED=weight is not None, HAS_AGREE=agree is not None, HAS_ALIGN=align is not None,
+            TO=to, NEXT_ROWS=0 if into_states is None else into_states.shape[-2], **config,
         )  # fmt: skip

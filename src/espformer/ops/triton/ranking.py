@@ -1,8 +1,9 @@
 """Sorting of 16-bit tokens: a number and its token's index share one 32-bit word.
 
 A 16-bit float, read as a signed integer with the lower bits of negative ones flipped, keeps its
-order. Put above the index of its token it can be sorted as one int32 (half the time of sorting
-float32 with indices apart), is stable for free, and both parts come back by shifting.
+order. Put above the index of its token it can be sorted as one int32, is stable for free, and both
+parts come back by shifting. Up to IN_REGISTERS tokens one program sorts a row by itself, in the
+registers of a few warps; longer rows go through ``torch.sort``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from espformer.ops.autograd import refuse_double_backward
 
 MOST_TOKENS = 1 << 16
+IN_REGISTERS = 4096
 
 
 @triton.jit
@@ -42,22 +44,54 @@ def pack_kernel(
 @triton.jit
 def unpack_kernel(
     WORDS, LENGTHS, VALUES, ORDER, N, L, scale, HALF: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    SORT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Sorted words to numbers and tokens; ranks of padding repeat the last true number."""
+    """Words to numbers and tokens, sorted before if SORT; padding repeats the last true number."""
     row = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    word = tl.load(WORDS + row * N + n, mask=n < N, other=0)
+    word = tl.load(WORDS + row * N + n, mask=n < N, other=0x7FFFFFFF)
+    if SORT:
+        word = tl.sort(word)
     tl.store(ORDER + row * N + n, word & 0xFFFF, mask=n < N)
     if MASKED:
-        last = tl.maximum(tl.load(LENGTHS + row // L) - 1, 0)
-        word = tl.load(WORDS + row * N + tl.minimum(n, last), mask=n < N, other=0)
+        length = tl.load(LENGTHS + row // L)
+        last = tl.maximum(length - 1, 0)
+        if SORT:
+            end = tl.max(tl.where(n == last, word, -0x80000000))
+        else:
+            end = tl.load(WORDS + row * N + last)
+        word = tl.where(n < last, word, end)
     bits = word >> 16
     bits = tl.where(bits < 0, bits ^ 0x7FFF, bits).to(tl.int16)
     x = bits.to(HALF, bitcast=True).to(tl.float32)
     if MASKED:
-        x = tl.where(tl.load(LENGTHS + row // L) > 0, x, 0.0)
+        x = tl.where(length > 0, x, 0.0)
     tl.store(VALUES + row * N + n, x * scale, mask=n < N)
+
+
+@triton.jit
+def unrank_kernel(UPSTREAM, ORDER, DX, N, L, scale, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
+    """(batch, L, N) gradients by rank to (batch, N, L) gradients by token."""
+    batch = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    for start in range(0, L, BLOCK_L):
+        l = start + tl.arange(0, BLOCK_L)
+        inside = (l[:, None] < L) & (n[None, :] < N)
+        at = (batch * L + l[:, None]) * N + n[None, :]
+        token = tl.load(ORDER + at, mask=inside, other=0)
+        x = tl.load(UPSTREAM + at, mask=inside, other=0.0) * scale
+        to = DX + (batch * N + token) * L + l[:, None]
+        tl.store(to, x.to(DX.dtype.element_ty), mask=inside)
+
+
+def unrank(upstream: Tensor, order: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """``dx[order[l, n], l] = scale · upstream[l, n]``: (batch, N, L)."""
+    batch, slices, tokens = order.shape
+    dx = torch.empty(batch, tokens, slices, device=order.device, dtype=dtype)
+    unrank_kernel[(triton.cdiv(tokens, 128), batch)](
+        upstream.contiguous(), order, dx, tokens, slices, scale, BLOCK_N=128, BLOCK_L=16
+    )
+    return dx
 
 
 @torch.library.custom_op("espformer::rank_halves", mutates_args=())
@@ -77,14 +111,16 @@ def rank_halves(x: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, T
     pack_kernel[(triton.cdiv(tokens, block_n), batch)](
         x, bytes_, words, tokens, slices, MASKED=mask is not None, BLOCK_N=block_n, BLOCK_D=block_d
     )
-    words = words.sort(-1).values
+    alone = tokens <= IN_REGISTERS
+    if not alone:
+        words = words.sort(-1).values
     values = torch.empty(words.shape, device=x.device, dtype=torch.float32)
     order = torch.empty_like(words)
     half = tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16
-    block = min(1024, triton.next_power_of_2(tokens))
+    block = triton.next_power_of_2(tokens) if alone else 1024
     unpack_kernel[(triton.cdiv(tokens, block), batch * slices)](
         words, lengths, values, order, tokens, slices, scale, HALF=half, MASKED=mask is not None,
-        BLOCK_N=block,
+        SORT=alone, BLOCK_N=block, num_warps=max(1, block // 1024) if alone else 4,
     )  # fmt: skip
     return values, order
 
@@ -105,10 +141,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 @refuse_double_backward("espformer::rank_halves")
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     order, mask = ctx.saved_tensors
-    dx = torch.empty_like(grads[0]).scatter_(-1, order.long(), grads[0] * ctx.scale).mT
-    if mask is not None:
-        dx = dx.masked_fill(~mask.unsqueeze(-1), 0)
-    return dx.to(ctx.dtype), None, None
+    dx = unrank(grads[0], order, ctx.scale, ctx.dtype)
+    return dx if mask is None else dx.masked_fill(~mask.unsqueeze(-1), 0), None, None
 
 
 rank_halves.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,244 @@
+"""Products of the sorted kernel with one column per slice: normalisers, balancing, masses.
+
+A column is too thin for the tensor cores, so this file walks along the ranks: blocks of ranks are
+scanned in parallel (``tl.associative_scan`` of (decay, sum) pairs), and a running state goes from
+block to block. Per pole, with ``a_n = exp(-p (s_n - s_{n-1}))``,
+
+    f_n = a_n f_{n-1} + x_n  (rightwards),    b_n = a_{n+1} b_{n+1} + x_n  (leftwards),
+    (κx)_n = Re Σ_p w (f_n + b_n) - x_n,       (κ'x)_n = Re Σ_p w p (b_n - f_n).
+
+The absolute metric leaves equal numbers out of κ' by scanning them apart, with decay one where the
+number stays and zero where it changes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from espformer.ops.autograd import refuse_double_backward
+from espformer.ops.exponentials import ABSOLUTE, GAUSSIAN
+from espformer.ops.triton.chunks import cosine
+
+BLOCK = 1024
+
+
+@triton.jit
+def real_pair(a, x, b, y):
+    return a * b, b * x + y
+
+
+@triton.jit
+def complex_pair(a_re, a_im, x_re, x_im, b_re, b_im, y_re, y_im):
+    return (
+        a_re * b_re - a_im * b_im,
+        a_re * b_im + a_im * b_re,
+        b_re * x_re - b_im * x_im + y_re,
+        b_re * x_im + b_im * x_re + y_im,
+    )
+
+
+@triton.jit
+def last_of(x, n, BACK: tl.constexpr, BLOCK: tl.constexpr):
+    """The entry that the next block starts from."""
+    return tl.sum(tl.where(n == (0 if BACK else BLOCK - 1), x, 0.0), 0, keep_dims=True)
+
+
+@triton.jit
+def gaps(S, n, N, BACK: tl.constexpr):
+    """Distance to the rank before, in the direction of the walk; huge where there is none."""
+    here = tl.load(S + tl.minimum(n, N - 1))
+    if BACK:
+        return tl.where(n < N - 1, tl.load(S + tl.minimum(n + 1, N - 1)) - here, float("inf"))
+    return tl.where((n > 0) & (n < N), here - tl.load(S + tl.maximum(n - 1, 0)), float("inf"))
+
+
+@triton.jit
+def walk(
+    S, X, Y, Z, inverse_width, N,
+    BACK: tl.constexpr, SLOPE: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr,
+    COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One direction: adds (or, rightwards, stores) its share of κx to Y and of κ'x to Z."""
+    i = tl.arange(0, BLOCK)
+    blocks = tl.cdiv(N, BLOCK)
+    state = ()
+    for _ in tl.static_range(2 * POLES):
+        state = state + (tl.zeros((1,), tl.float32),)
+    tied_state = tl.zeros((1,), tl.float32)
+    for step in range(blocks):
+        block = blocks - 1 - step if BACK else step
+        n = block * BLOCK + i
+        inside = n < N
+        x = tl.load(X + n, mask=inside, other=0.0)
+        gap = gaps(S, n, N, BACK)
+        scaled = gap * inverse_width
+        y = -x if BACK else tl.zeros_like(x)
+        z = tl.zeros((BLOCK,), tl.float32)
+        new_state = ()
+        if COMPLEX:
+            for r in tl.static_range(POLES):
+                w_re = TABLE[4 * r]
+                w_im = TABLE[4 * r + 1]
+                p_re = TABLE[4 * r + 2]
+                p_im = TABLE[4 * r + 3]
+                capped = tl.minimum(scaled, 40.0)
+                size = tl.where(scaled > 40.0, 0.0, tl.exp(-p_re * capped))
+                a_re = size * cosine(p_im * capped)
+                a_im = size * cosine(p_im * capped + 1.5707963267948966)
+                d_re, d_im, f_re, f_im = tl.associative_scan(
+                    (a_re, a_im, x, tl.zeros_like(x)), 0, complex_pair, reverse=BACK
+                )
+                s_re, s_im = state[2 * r], state[2 * r + 1]
+                f_re, f_im = (
+                    f_re + d_re * s_re - d_im * s_im,
+                    f_im + d_re * s_im + d_im * s_re,
+                )
+                new_state = new_state + (
+                    last_of(f_re, i, BACK, BLOCK),
+                    last_of(f_im, i, BACK, BLOCK),
+                )
+                y += w_re * f_re - w_im * f_im
+                if SLOPE:
+                    v_re = w_re * p_re - w_im * p_im
+                    v_im = w_re * p_im + w_im * p_re
+                    z += v_re * f_re - v_im * f_im
+        else:
+            d, f = tl.associative_scan((tl.exp(-scaled), x), 0, real_pair, reverse=BACK)
+            f += d * state[0]
+            new_state = new_state + (last_of(f, i, BACK, BLOCK), state[1])
+            y += f
+            if SLOPE:
+                same = tl.where(gap == 0.0, 1.0, 0.0)
+                d, tied = tl.associative_scan((same, x), 0, real_pair, reverse=BACK)
+                tied += d * tied_state
+                tied_state = last_of(tied, i, BACK, BLOCK)
+                z = f - tied
+        state = new_state
+        if BACK:
+            y += tl.load(Y + n, mask=inside, other=0.0)
+        tl.store(Y + n, y, mask=inside)
+        if SLOPE:
+            z = z + tl.load(Z + n, mask=inside, other=0.0) if BACK else -z
+            tl.store(Z + n, z, mask=inside)
+
+
+@triton.jit
+def column_kernel(
+    X, S, INVERSE_WIDTH, Y, N, L,
+    TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``y = κ x`` of one slice."""
+    pair = tl.program_id(0).to(tl.int64)
+    at = pair * N
+    inverse_width = tl.load(INVERSE_WIDTH + pair // L)
+    walk(S + at, X + at, Y + at, Y, inverse_width, N, False, False, TABLE, POLES, COMPLEX, BLOCK)
+    tl.debug_barrier()
+    walk(S + at, X + at, Y + at, Y, inverse_width, N, True, False, TABLE, POLES, COMPLEX, BLOCK)
+
+
+@triton.jit
+def column_grad_kernel(
+    X, P, S, INVERSE_WIDTH, Y, SLOPE, KX, SLOPE_X, SLOPE_P, N, L,
+    TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``y = κ p`` and ``slope = p · κ'x + x · κ'p`` of one slice; the rest is scratch."""
+    pair = tl.program_id(0).to(tl.int64)
+    at = pair * N
+    S += at
+    inverse_width = tl.load(INVERSE_WIDTH + pair // L)
+    for back in tl.static_range(2):
+        walk(
+            S, X + at, KX + at, SLOPE_X + at, inverse_width, N, back == 1, True,
+            TABLE, POLES, COMPLEX, BLOCK,
+        )  # fmt: skip
+        walk(
+            S, P + at, Y + at, SLOPE_P + at, inverse_width, N, back == 1, True,
+            TABLE, POLES, COMPLEX, BLOCK,
+        )  # fmt: skip
+        tl.debug_barrier()
+    for block in range(tl.cdiv(N, BLOCK)):
+        n = block * BLOCK + tl.arange(0, BLOCK)
+        inside = n < N
+        x = tl.load(X + at + n, mask=inside, other=0.0)
+        p = tl.load(P + at + n, mask=inside, other=0.0)
+        x_slope = tl.load(SLOPE_X + at + n, mask=inside, other=0.0)
+        p_slope = tl.load(SLOPE_P + at + n, mask=inside, other=0.0)
+        tl.store(SLOPE + at + n, p * x_slope + x * p_slope, mask=inside)
+
+
+def _table(metric: str) -> dict[str, Any]:
+    table = ABSOLUTE if metric == "absolute" else GAUSSIAN[4]
+    numbers = tuple(
+        number
+        for w, p in zip(table.weights, table.poles, strict=True)
+        for number in (complex(w).real, complex(w).imag, complex(p).real, complex(p).imag)
+    )
+    return {"TABLE": numbers, "POLES": len(table.poles), "COMPLEX": metric != "absolute"}
+
+
+def _config(values: Tensor, metric: str) -> dict[str, Any]:
+    ranks, slices = values.shape[-1], values.shape[-2]
+    block = min(BLOCK, max(32, triton.next_power_of_2(ranks)))
+    sizes = {"N": ranks, "L": slices, "BLOCK": block, "num_warps": max(1, block // 256)}
+    return {**sizes, **_table(metric)}
+
+
+@torch.library.custom_op("espformer::sorted_column", mutates_args=())
+def sorted_column(x: Tensor, values: Tensor, inverse_width: Tensor, metric: str) -> Tensor:
+    """κ x for one column per slice, (batch, L, N)."""
+    y = torch.empty_like(values)
+    column_kernel[(values.shape[0] * values.shape[1],)](
+        x.contiguous(), values, inverse_width, y, **_config(values, metric)
+    )
+    return y
+
+
+@sorted_column.register_fake
+def _(x: Tensor, values: Tensor, inverse_width: Tensor, metric: str) -> Tensor:
+    return torch.empty_like(values)
+
+
+@torch.library.custom_op("espformer::sorted_column_backward", mutates_args=())
+def sorted_column_backward(
+    upstream: Tensor, x: Tensor, values: Tensor, inverse_width: Tensor, metric: str
+) -> tuple[Tensor, Tensor]:
+    """κ P and the slope in the values."""
+    dx, slope, *scratch = (torch.empty_like(values) for _ in range(5))
+    column_grad_kernel[(values.shape[0] * values.shape[1],)](
+        x.contiguous(), upstream.contiguous(), values, inverse_width, dx, slope, *scratch,
+        **_config(values, metric),
+    )  # fmt: skip
+    return dx, slope
+
+
+@sorted_column_backward.register_fake
+def _(upstream: Tensor, x: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(values), torch.empty_like(values)
+
+
+def width_gradient(slope: Tensor, values: Tensor) -> Tensor:
+    """The gradient of the inverse width, (batch,), from slopes per unit of scaled distance."""
+    # Forces cancel pairwise: centred numbers and double sums keep what is left of them.
+    centred = values - values.mean(-1, keepdim=True)
+    return (slope * centred).sum((1, 2), dtype=torch.float64).to(slope.dtype)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.metric = inputs[3]
+
+
+@refuse_double_backward("espformer::sorted_column")
+def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    x, values, width = ctx.saved_tensors
+    dx, slope = sorted_column_backward(grads[0], x, values, width, ctx.metric)
+    d_width = width_gradient(slope, values) if ctx.needs_input_grad[2] else None
+    return dx, slope * width.view(-1, 1, 1), d_width, None
+
+
+sorted_column.register_autograd(_backward, setup_context=_setup)
