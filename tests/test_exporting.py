@@ -116,6 +116,11 @@ def test_onnx_from_a_directory(soft, hugging_face, tmp_path):
     assert float(text.split()[-1]) <= 1e-4
 
 
+def test_help_teaches_with_examples():
+    text = call("export", "--help")
+    assert "espformer export runs/digits" in text
+
+
 def test_mistakes_are_told(digits, hugging_face, tmp_path, monkeypatch, capsys):
     with pytest.raises(RunError, match="expected the directory of a run"):
         open_model(tmp_path)

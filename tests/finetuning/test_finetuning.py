@@ -214,6 +214,12 @@ def test_reviews_hold_out_a_part_for_validation(encoder, texts):
     assert any("only 10 examples" in line for line in task.info["differences"])
 
 
+def test_help_teaches_with_examples():
+    text = CliRunner().invoke(cli.app, ["finetune", "--help"]).output
+    assert "espformer finetune --model" in text
+    assert "plug and play" in text
+
+
 def test_mistakes_are_told(encoder, texts, tmp_path):
     with pytest.raises(ConfigError, match="did you mean 'tweeteval'"):
         experiment(encoder, texts, "esp", task="tweeteva")

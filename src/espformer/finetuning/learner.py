@@ -81,14 +81,18 @@ class AnnealByStep(Callback):
 
     def __init__(self, start: float, end: float) -> None:
         self.start, self.end = start, end
+        self.factor = 1.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        steps = int(trainer.estimated_stepping_batches)
+        self.factor = (self.end / self.start) ** (1 / max(1, steps))
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        steps = int(trainer.estimated_stepping_batches)
         assert isinstance(pl_module, FinetuneLearner)
         if trainer.fit_loop.total_batch_idx % trainer.accumulate_grad_batches == 0:
-            anneal(pl_module.model, (self.end / self.start) ** (1 / steps))
+            anneal(pl_module.model, self.factor)
         if (trainer.global_step + 1) % LOG_EVERY == 0:
             found = get_sort_temperatures(pl_module.model).values()
             numbers = torch.tensor([x for t in found for x in (t if isinstance(t, list) else [t])])

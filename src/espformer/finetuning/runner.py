@@ -15,7 +15,7 @@ from espformer.finetuning.config import FinetuneRun
 from espformer.finetuning.learner import AnnealByStep, FinetuneLearner
 from espformer.finetuning.model import head_for, load_tokenizer, make_model, weights_info
 from espformer.finetuning.texts import load_texts
-from espformer.nn import ESP, harden, soften
+from espformer.nn import get_sort_temperatures, harden, soften
 from espformer.training.assemble import TaskData
 from espformer.training.callbacks import Throughput
 from espformer.training.checkpoints import check_directory, read_checkpoint, write_atomically
@@ -201,7 +201,8 @@ def _score(
 
 def _temperature(learner: FinetuneLearner) -> float:
     """The sort temperature that the mechanisms begin with."""
-    return next(float(m._sort_temperature) for m in learner.modules() if isinstance(m, ESP))
+    first = next(iter(get_sort_temperatures(learner.model).values()))
+    return first[0] if isinstance(first, list) else first
 
 
 def _callbacks(trainer: Trainer) -> list[Any]:
