@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -44,23 +43,20 @@ def milliseconds(call: Call, device: torch.device, estimate: float, budget: floa
 
 
 def graph_milliseconds(call: Call, repeats: int = 20) -> float:
-    """Median of replays of the call captured as a CUDA graph; NaN where it cannot be captured."""
+    """Median of replays of the call captured as a CUDA graph.
+
+    Raises:
+        RuntimeError: the call cannot be captured.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    try:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            call()
-        torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(graph):
-            call()
-        return _event_milliseconds(graph.replay, repeats)
-    except RuntimeError:
-        with contextlib.suppress(RuntimeError):
-            torch.cuda.synchronize()
-        return math.nan
-    finally:
-        del graph
+    with torch.cuda.graph(graph):
+        call()
+    return _event_milliseconds(graph.replay, repeats)
 
 
 def _event_milliseconds(call: Call, repeats: int) -> float:

@@ -96,7 +96,10 @@ def _checked_and_timed(
         row = replace(row, milliseconds=clock.milliseconds(call, device, estimate, budget / 4))
     short = row.milliseconds < GRAPH_MILLISECONDS and row.peak_mb < GRAPH_MEGABYTES
     if device.type == "cuda" and operator.captured and short:
-        row = replace(row, graph_milliseconds=clock.graph_milliseconds(call))
+        try:
+            row = replace(row, graph_milliseconds=clock.graph_milliseconds(call))
+        except RuntimeError as reason:
+            row = replace(row, status=f"ok, but not as a CUDA graph: {_first_line(reason)}")
     return row
 
 
