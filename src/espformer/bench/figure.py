@@ -13,11 +13,15 @@ from espformer.plots.style import SERIES, figure_style, headline, save_figure
 
 __all__ = ["draw"]
 
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+# Not as many as colours, so that a pair of both is seldom met twice.
+_MARKERS = ("o", "s", "^", "D", "v")
 
 
 def draw(stem: Path, rows: Sequence[Measurement], stated: Mapping[str, str]) -> list[Path]:
-    """``stem.png`` and ``stem.svg``: a panel for each mode; only rows that are right are drawn."""
+    """``stem.png`` and ``stem.svg``: a panel for each mode; only rows that are right are drawn.
+
+    Fused kernels have solid lines, everything else dashed ones.
+    """
     modes = [mode for mode in MODES if any(row.ok and row.case.mode == mode for row in rows)]
     names = list(dict.fromkeys((row.case.operator, row.case.backend) for row in rows if row.ok))
     most = max((row.case.heads for row in rows), default=1)
@@ -34,11 +38,14 @@ def draw(stem: Path, rows: Sequence[Measurement], stated: Mapping[str, str]) -> 
                 found.sort(key=lambda row: row.case.tokens)
                 axes.plot(
                     [row.case.tokens for row in found], [row.milliseconds for row in found],
-                    color=SERIES[index % len(SERIES)],
-                    marker=_MARKERS[index // len(SERIES) % len(_MARKERS)],
-                    markersize=4, linewidth=1.4, label=" / ".join(name),
+                    color=SERIES[index % len(SERIES)], marker=_MARKERS[index % len(_MARKERS)],
+                    linestyle="-" if name[1] == "triton" else "--",
+                    markersize=4.5, linewidth=1.4, label=" / ".join(name),
                 )  # fmt: skip
+            lengths = sorted({row.case.tokens for rows_of in lines.values() for row in rows_of})
             axes.set(xscale="log", yscale="log", xlabel="tokens", title=mode)
+            axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
+            axes.set_xticks([], minor=True)
             axes.grid(visible=True)
         panels[0].set_ylabel("milliseconds")
         panels[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
