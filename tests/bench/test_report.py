@@ -2,6 +2,7 @@
 
 import csv
 import math
+import subprocess
 import sys
 from pathlib import Path
 
@@ -155,3 +156,25 @@ def test_sizes_can_be_chosen() -> None:
     assert max(case.tokens for case in cases) == 65536
     assert {case.heads for case in select("peers", heads=3)} == {3}
     assert {case.tokens for case in select("quick", tokens="5,7", modes="forward")} == {5, 7}
+
+
+ALONE = """
+import sys
+for name in ("rich", "typer", "lightning", "matplotlib", "yaml", "numpy.testing"):
+    sys.modules[name] = None
+sys.argv = ["bench", "quick", "--device", "cpu", "--tokens", "4,5", "--heads", "2", "--width", "4",
+            "--operators", "softmax", "--dtype", "float32", "--output", sys.argv[1]]
+from espformer.bench.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_torch_alone_is_enough(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "[quick 4/4] softmax/sdpa forward+backward N=5" in done.stderr
+    assert "command: python -m espformer.bench quick --device cpu" in done.stdout
+    assert 'no plot: it needs matplotlib (pip install "espformer[plots]")' in done.stdout
+    assert (tmp_path / "quick-cpu.csv").is_file()

@@ -6,7 +6,8 @@
 - :mod:`espformer.bench.clock`: medians of milliseconds, replayed graphs, peak memory;
 - :mod:`espformer.bench.runner`: one row after the other, within a budget of time;
 - :mod:`espformer.bench.suites`: the tables; :mod:`espformer.bench.musts`: those with targets;
-- :mod:`espformer.bench.report`: CSV, markdown and plot, with the conditions.
+- :mod:`espformer.bench.report`: CSV, markdown and plot, with the conditions;
+- :mod:`espformer.bench.session`: all of it in one call, for the command and ``python -m``.
 
 A row whose error is too large has no time: a wrong result is not fast.
 """

@@ -1,13 +1,11 @@
-"""What ``espformer bench`` shows while it runs, and its tables; needs rich, as all commands do."""
+"""What the benchmark shows while it runs, and its tables."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from espformer.bench.cases import TOLERANCES, Case, Measurement
 from espformer.bench.report import (
@@ -24,15 +22,23 @@ __all__ = ["plot", "print_tables", "progress", "told"]
 
 @contextmanager
 def progress(suite: str, total: int) -> Iterator[Callable[[Measurement], None]]:
-    """A bar on the error stream; yields what prints a finished row above it."""
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True, soft_wrap=True),
+    """A bar on the error stream, if rich is installed; yields what prints a finished row."""
+    try:
+        from rich import progress as bars
+        from rich.console import Console
+    except ModuleNotFoundError:
+        done = iter(range(1, total + 1))
+        yield lambda row: print(
+            f"[{suite} {next(done)}/{total}] {_line(row)}", file=sys.stderr, flush=True
+        )
+        return
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeElapsedColumn(),
     )
-    with bar:
+    with bars.Progress(*columns, console=Console(stderr=True, soft_wrap=True)) as bar:
         task = bar.add_task(suite, total=total)
 
         def show(row: Measurement) -> None:
@@ -42,15 +48,14 @@ def progress(suite: str, total: int) -> Iterator[Callable[[Measurement], None]]:
         yield show
 
 
-def print_tables(console: Console, rows: Sequence[Measurement], stated: Mapping[str, str]) -> None:
+def print_tables(rows: Sequence[Measurement], stated: Mapping[str, str]) -> None:
     """The rows, the verdicts on targets if these were measured, and the conditions."""
     lines = aligned_table(COLUMNS, [cells(row) for row in rows])
     judged = verdicts(rows)
     if judged:
         lines += ["", *aligned_table(VERDICT_COLUMNS, [verdict_cells(one) for one in judged])]
     lines += ["", *(f"{key}: {value}" for key, value in stated.items())]
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    print("\n".join(lines), flush=True)
 
 
 def told(cases: Sequence[Case], row_seconds: float) -> dict[str, str]:
@@ -80,7 +85,8 @@ def plot(stem: Path, rows: Sequence[Measurement], stated: Mapping[str, str]) -> 
     try:
         from espformer.bench.figure import draw
     except ModuleNotFoundError as missing:
-        print(f'no plot: it needs {missing.name} (pip install "espformer[plots]")')
+        package = (missing.name or "matplotlib").partition(".")[0]
+        print(f'no plot: it needs {package} (pip install "espformer[plots]")')
         return []
     return draw(stem, rows, stated)
 

@@ -1,6 +1,5 @@
 """`espformer bench`: time the attentions on this machine, and check what is timed."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -40,7 +39,8 @@ def bench(
 
     Every row is first compared with float64, output and gradients. Times are medians; on a GPU
     `milliseconds` is a call as a program makes it, `graph_milliseconds` the same replayed as a
-    CUDA graph, without the launches. Rows that do not fit or take too long say so.
+    CUDA graph, without the launches. Rows that do not fit or take too long say so. Where there is
+    only torch, `python -m espformer.bench` takes the same options.
 
     Examples:
 
@@ -52,38 +52,16 @@ def bench(
 
       espformer bench quick --device cpu --dtype float32 --no-save
     """
-    from rich.console import Console
-
-    from espformer.bench import display
-    from espformer.bench.conditions import machine
-    from espformer.bench.report import file_stem, is_failure, write
-    from espformer.bench.runner import run_cases
-    from espformer.bench.suites import SUITES, pick_device, select
+    from espformer.bench.session import run
     from espformer.training.errors import UserError
 
     try:
-        where = pick_device(device)
-        chosen = {
-            suite: select(
-                suite, dtype=dtype, tokens=tokens, heads=heads, width=width, operators=operators,
-                backends=backends, modes=modes, shrink=shrink,
-            )
-            for suite in suites or ["quick"]
-        }  # fmt: skip
+        good = run(
+            suites or [], device=device, dtype=dtype, tokens=tokens, heads=heads, width=width,
+            operators=operators, backends=backends, modes=modes, shrink=shrink,
+            row_seconds=row_seconds, output=output if save else None,
+        )  # fmt: skip
     except ValueError as error:
         raise UserError(f"bench: {error}") from None
-
-    console, failed = Console(), False
-    for suite, cases in chosen.items():
-        with display.progress(suite, len(cases)) as show:
-            rows = run_cases(cases, where, row_seconds=row_seconds, report=show)
-        stated = machine(["espformer", *sys.argv[1:]], where) | display.told(cases, row_seconds)
-        display.print_tables(console, rows, stated)
-        if save:
-            stem = output / file_stem(suite, where)
-            title = (SUITES[suite].__doc__ or suite).splitlines()[0].rstrip(".")
-            for path in write(stem, title, rows, stated) + display.plot(stem, rows, stated):
-                print(f"written: {path}")
-        failed |= is_failure(rows)
-    if failed:
+    if not good:
         raise typer.Exit(1)

@@ -1,0 +1,62 @@
+"""A run of the benchmark from its options to its files: behind the command, needs torch alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from espformer.bench import display
+from espformer.bench.conditions import machine
+from espformer.bench.report import file_stem, is_failure, write
+from espformer.bench.runner import run_cases
+from espformer.bench.suites import SUITES, pick_device, select
+
+__all__ = ["run"]
+
+
+def run(
+    suites: Sequence[str],
+    *,
+    device: str = "auto",
+    dtype: str | None = None,
+    tokens: str | None = None,
+    heads: int | None = None,
+    width: int | None = None,
+    operators: str | None = None,
+    backends: str | None = None,
+    modes: str | None = None,
+    shrink: int = 1,
+    row_seconds: float = 3.0,
+    output: Path | None = Path("benchmarks/results"),
+    program: Sequence[str] = ("espformer", "bench"),
+) -> bool:
+    """Run suites, print their tables and write them to `output`; whether all is as it should be.
+
+    The options are those of ``espformer bench``; `program` is how it was called.
+
+    Raises:
+        ValueError: an option that does not say what it should.
+    """
+    where = pick_device(device)
+    chosen = {
+        suite: select(
+            suite, dtype=dtype, tokens=tokens, heads=heads, width=width, operators=operators,
+            backends=backends, modes=modes, shrink=shrink,
+        )
+        for suite in suites or ["quick"]
+    }  # fmt: skip
+    arguments = sys.argv[2:] if program[-1] == "bench" else sys.argv[1:]
+    good = True
+    for suite, cases in chosen.items():
+        with display.progress(suite, len(cases)) as show:
+            rows = run_cases(cases, where, row_seconds=row_seconds, report=show)
+        stated = machine([*program, *arguments], where) | display.told(cases, row_seconds)
+        display.print_tables(rows, stated)
+        if output is not None:
+            stem = output / file_stem(suite, where)
+            title = (SUITES[suite].__doc__ or suite).splitlines()[0].rstrip(".")
+            for path in write(stem, title, rows, stated) + display.plot(stem, rows, stated):
+                print(f"written: {path}")
+        good = good and not is_failure(rows)
+    return good
