@@ -129,7 +129,7 @@ class Trainer:
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     devices: int = 1
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
-    """With more than one device: `ddp` copies the model, `fsdp` shares it out."""
+    """With more than one device: `ddp` copies the model, `fsdp` shares it out (classifiers)."""
     deterministic: bool = False
     """Refuse operators whose result depends on the order of threads."""
     compile: bool = False
@@ -218,6 +218,8 @@ class TrainingRun(Run):
             raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
         if self.annealing is not None and self.straight_through is not None:
             raise ValueError("annealing and straight_through are two ways to one end: choose one")
+        if self.trainer.strategy == "fsdp" and self.task == "translation":
+            raise ValueError("fsdp does not reach into a beam search: trainer.strategy=ddp does")
         if self.trainer.cuda_graph and self.task == "translation":
             raise ValueError(
                 "trainer.cuda_graph records one step for all batches of a shape, and hardly two "
