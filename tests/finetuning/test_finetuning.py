@@ -94,6 +94,7 @@ def test_esp_is_scored_soft_and_hard_while_its_temperature_falls(encoder, texts,
     assert results["steps"] == steps
     directory = run_directory(tmp_path, made.run("esp"))
     _run_the_example_of_the_documentation(directory, tmp_path)
+    assert not torch.load(directory / "last.ckpt", weights_only=True)["optimizer_states"]
     soft, hard = load_classifier(directory), load_classifier(directory, "hard")
     for temperature in get_sort_temperatures(soft).values():
         assert temperature == pytest.approx(1e-3, rel=1e-6)

@@ -28,7 +28,7 @@ def finetune(
         typer.Option("--learning-rate", "-r", help="May be repeated; 1e-4 unless given."),
     ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds, e.g. 0,1,2.")] = "0",
-    epochs: Annotated[int, typer.Option(min=0, help="Passes over the training texts.")] = 2,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training texts.")] = 2,
     batch_size: Annotated[int, typer.Option(min=1, help="Texts of a step.")] = 64,
     anneal_to: Annotated[
         float, typer.Option(help="Sort temperature of ESP at the last step; 0 keeps it constant.")

@@ -18,7 +18,12 @@ from espformer.finetuning.texts import load_texts
 from espformer.nn import get_sort_temperatures, harden, soften
 from espformer.training.assemble import TaskData
 from espformer.training.callbacks import Throughput
-from espformer.training.checkpoints import check_directory, read_checkpoint, write_atomically
+from espformer.training.checkpoints import (
+    AtomicCheckpointIO,
+    check_directory,
+    read_checkpoint,
+    write_atomically,
+)
 from espformer.training.errors import RunError
 from espformer.training.learner import MARK
 from espformer.training.records import (
@@ -92,7 +97,16 @@ def execute(
         results = identity | _train(run, directory, head, progress)
         results |= {**conditions(), "config": plain(run)}
         write_atomically(directory / "results.json", json.dumps(results, indent=1) + "\n")
+        _keep_weights_alone(directory)
     return results
+
+
+def _keep_weights_alone(directory: Path) -> None:
+    """A finished run needs no moments of the optimiser, two thirds of a checkpoint."""
+    checkpoint = read_checkpoint(directory / "last.ckpt")
+    checkpoint |= {"optimizer_states": [], "lr_schedulers": []}
+    AtomicCheckpointIO().save_checkpoint(checkpoint, directory / "last.ckpt")
+    (directory / "best.ckpt").unlink(missing_ok=True)
 
 
 def _train(run: FinetuneRun, directory: Path, head: Path, progress: bool | None) -> dict[str, Any]:
