@@ -228,7 +228,7 @@ def test_translations_and_processors_are_refused(recipe, tmp_path):
 
     with pytest.raises(ConfigError, match="hardly two batches of a translation"):
         load_recipe("iwslt14").run(overrides=["trainer.cuda_graph=true"])
-    with pytest.raises(ConfigError, match="trainer.strategy=ddp"):
+    with pytest.raises(ConfigError, match=r"trainer\.strategy=ddp"):
         load_recipe("iwslt14").run(overrides=["trainer.strategy=fsdp"])
     run = recipe.run("learnt", overrides=["trainer.cuda_graph=true"])
     with pytest.raises(RunError, match=r"needs a CUDA device.*trainer.cuda_graph=false"):

@@ -34,6 +34,7 @@ from espformer.training.checkpoints import (
     write_atomically,
 )
 from espformer.training.config import Run, TimingRun, TrainingRun
+from espformer.training.config import Trainer as TrainerConfig
 from espformer.training.errors import RunError
 from espformer.training.learner import LOG_EVERY, MARK, Learner
 from espformer.training.recipe import load_recipe
@@ -47,7 +48,6 @@ from espformer.training.records import (
     read_results,
     run_directory,
 )
-from espformer.training.sharding import ShardedStrategy
 from espformer.training.specs import mechanism_uses_esp
 from espformer.training.strict import plain
 from espformer.training.throughput import beside_softmax, in_words
@@ -195,7 +195,7 @@ def make_trainer(
     return Trainer(
         accelerator=config.accelerator,
         devices=config.devices,
-        strategy=ShardedStrategy(config.devices) if config.strategy == "fsdp" else config.strategy,
+        strategy=_strategy(config),
         precision=config.precision,
         max_epochs=config.epochs,
         deterministic=config.deterministic,
@@ -217,6 +217,14 @@ def make_trainer(
         plugins=[AtomicCheckpointIO()],
         default_root_dir=directory,
     )
+
+
+def _strategy(config: TrainerConfig) -> Any:
+    if config.strategy != "fsdp":
+        return config.strategy
+    from espformer.training.sharding import ShardedStrategy
+
+    return ShardedStrategy(config.devices)
 
 
 def _training_callbacks(run: TrainingRun, directory: Path) -> list[Callback]:
