@@ -1,9 +1,10 @@
-"""The Sinkhorn kernels compile for Hopper without a GPU, use its tensor cores and do not spill."""
+"""The Sinkhorn kernels compile without a GPU: on Hopper for its tensor cores, without spilling."""
 
 import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -60,7 +61,7 @@ def build(kernel, dtype, meta, **more):
         if signature[name].startswith("*")
     }
     source = ASTSource(kernel, signature, constants, aligned)
-    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     variant = {name: x for name, x in more.items() if isinstance(x, bool)}
     print(json.dumps({
         "kernel": f"{kernel.__name__} {variant}", "stack": registers(compiled.asm["cubin"]),
@@ -68,28 +69,46 @@ def build(kernel, dtype, meta, **more):
     }))
 
 
-dtype, width, updates = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-halves = dtype != "fp32"
-one = launch.constants("potential", halves, width)
+dtype, (width, updates, architecture) = sys.argv[1], map(int, sys.argv[2:])
+halves, roomy = dtype != "fp32", architecture == 90
+one = launch.constants("potential", halves, width, roomy=roomy)
 build(forward.potential_kernel, dtype, one, MASKED=True)
 build(forward.potential_kernel, dtype, one, MASKED=False, MASK=None)
 build(backward.pull_kernel, dtype, one, HAS_DIRECT=True)
 build(backward.pull_kernel, dtype, one, HAS_DIRECT=False, DIRECT=None)
-two = launch.constants("output", halves, width, width)
+two = launch.constants("output", halves, width, width, roomy=roomy)
 build(forward.output_kernel, dtype, two, LAST_IS_ROWS=True, MASKED=True)
 build(forward.output_kernel, dtype, two, LAST_IS_ROWS=False, MASKED=False, MASK=None)
 for pull in (True, False):
     build(backward.value_grad_kernel, dtype, two, PULL=pull)
 rank = launch.rank_of(updates, halves)
-three = launch.constants("grad", halves, width, width) | {"RANK": rank}
+three = launch.constants("grad", halves, width, width, roomy=roomy) | {"RANK": rank}
 for of_queries, factored in ((True, True), (False, True), (True, False)):
     build(backward.score_grad_kernel, dtype, three, OF_QUERIES=of_queries, FACTORED=factored)
 warps = {"num_warps": 4, "num_stages": 2}
 build(backward.factors_kernel, dtype, warps, OF_QUERIES=True, SPLIT=halves, RANK=rank, BLOCK=1024)
 """
 
-# Of a multiprocessor of Hopper, for one program.
-SHARED_MEMORY = 227 * 1024
+# For one program: on Hopper, and on the GPUs of workstations.
+SHARED_MEMORY = {90: 227 * 1024, 89: 99 * 1024}
+
+
+def build_all(dtype: str, width: int, updates: int, architecture: int) -> list[dict[str, Any]]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    numbers = [str(number) for number in (width, updates, architecture)]
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, dtype, *numbers],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    built = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(built) == 12
+    for one in built:
+        assert one["shared"] <= SHARED_MEMORY[architecture], one
+    return built
 
 
 @pytest.mark.parametrize(
@@ -105,21 +124,18 @@ SHARED_MEMORY = 227 * 1024
     ],
 )
 def test_kernels_compile_for_hopper(dtype: str, width: int, updates: int) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, dtype, str(width), str(updates)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    built = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(built) == 12
-    for one in built:
-        assert one["shared"] <= SHARED_MEMORY, one
+    for one in build_all(dtype, width, updates, 90):
         if "factors_kernel" in one["kernel"]:
             continue
         assert one["wgmma"] or (dtype == "fp32" and width > 64), one
         rare = "'FACTORED': False" in one["kernel"]  # potentials that change by more than 2^24
         assert not one["stack"] or rare or (dtype == "fp32" and one["stack"] <= 16), one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "width", "updates"),
+    [("bf16", 128, 21), ("bf16", 256, 21), ("fp32", 64, 3), ("fp32", 256, 21)],
+)
+def test_kernels_fit_in_small_multiprocessors(dtype: str, width: int, updates: int) -> None:
+    build_all(dtype, width, updates, 89)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -51,12 +52,29 @@ SINGLES: dict[str, tuple[Tile, Tile, Tile]] = {
     "output": (Tile(64, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
     "grad": (Tile(64, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
 }
+# Of multiprocessors with about 100 KB of shared memory: 16-bit heads up to 128 wide have room for
+# the tiles above, wider ones and float32 do not.
+COMPACT = {True: Tile(32, 32, 4, 1), False: Tile(16, 16, 4, 1)}
+ROOMY = 160 << 10
 
 
-def constants(kernel: str, halves: bool, dim: int, width: int | None = None) -> dict[str, Any]:
+@functools.cache
+def _is_roomy(device: torch.device) -> bool:
+    """Whether a program on this device can have as much shared memory as on data-centre GPUs."""
+    if device.type != "cuda":
+        return True
+    properties = torch.cuda.get_device_properties(device)
+    return bool(getattr(properties, "shared_memory_per_block_optin", ROOMY) >= ROOMY)
+
+
+def constants(
+    kernel: str, halves: bool, dim: int, width: int | None = None, *, roomy: bool = True
+) -> dict[str, Any]:
     """Compile-time numbers of a kernel for heads of this width, and values of that."""
     widest = max(dim, width or 0)
     chosen = (HALVES if halves else SINGLES)[kernel][(widest > 64) + (widest > 128)]
+    if not roomy and (not halves or widest > 128):
+        chosen = COMPACT[halves]
     found: dict[str, Any] = {
         "D": dim,
         "BLOCK_D": max(SMALLEST, triton.next_power_of_2(dim)),
@@ -99,7 +117,8 @@ class Sides:
         return self.query.element_size() == 2
 
     def _meta(self, kernel: str, width: int | None = None) -> dict[str, Any]:
-        return constants(kernel, self.halves, self.query.shape[-1], width)
+        roomy = _is_roomy(self.query.device)
+        return constants(kernel, self.halves, self.query.shape[-1], width, roomy=roomy)
 
     def _grid(self, rows: Tensor, meta: dict[str, Any]) -> tuple[int]:
         return (triton.cdiv(rows.shape[1], meta["ROWS"]) * self.heads,)
