@@ -1,5 +1,6 @@
 """The command line: `espformer train`, `reproduce`, `evaluate`, `anneal`, `harden`, and more."""
 
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -243,6 +244,7 @@ def reproduce(
     from espformer.training.display import show_plan
     from espformer.training.experiments import do_all, plan
     from espformer.training.recipe import load_recipe
+    from espformer.training.records import revision
     from espformer.training.report import write_report
 
     recipe = load_recipe(experiment)
@@ -258,6 +260,8 @@ def reproduce(
     if dry_run:
         show_plan(console, work, jobs)
         return
+    # Runs have the code that is loaded now, whatever is committed while they train.
+    os.environ["ESPFORMER_REVISION"] = revision() or ""
     try:
         failed = do_all(work, jobs, console)
     finally:  # an interrupt, too, leaves the results of the runs that were finished

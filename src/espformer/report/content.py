@@ -81,8 +81,11 @@ def _heads(matrices: Tensor) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def softness_content(runs: Sequence[Trained], index: int) -> list[dict[str, Any]]:
-    """Runs that sort, and their annealing, at every temperature of the slider, on one example."""
+def softness_content(runs: Sequence[Trained], index: int) -> tuple[list[dict[str, Any]], int]:
+    """Runs that sort, and their annealing, at every temperature of the slider, on one example.
+
+    Also the number of test examples that their accuracies are of, the same for all.
+    """
     found = []
     states = [
         (colour, name_of(run.label) + ending, state)
@@ -90,10 +93,12 @@ def softness_content(runs: Sequence[Trained], index: int) -> list[dict[str, Any]
         for ending, state in (("", run), (", annealed", run.annealed))
         if run.sorts and state is not None
     ]
+    sweeps = len(states) * (len(SWEEP) + 2)
+    count = min((run.affordable(sweeps) for _, _, run in states), default=0)
     for colour, name, run in states:
         trained_at = math.exp(sum(map(math.log, run.temperatures)) / len(run.temperatures))
         sweep = sorted({*SWEEP, trained_at}, reverse=True)
-        frames = [_frame(frame) for frame in run.frames(run.example(index), sweep, layer=-1)]
+        frames = [_frame(f) for f in run.frames(run.example(index), sweep, -1, count)]
         peak = max(m["peak"] for frame in frames for m in frame["maps"])
         for matrix in (m for frame in frames for m in frame["maps"]):
             _encode(matrix, peak)
@@ -106,7 +111,7 @@ def softness_content(runs: Sequence[Trained], index: int) -> list[dict[str, Any]
                 "peak": peak,
             }
         )
-    return found
+    return found, count
 
 
 def _frame(frame: Frame) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ __all__ = ["Example", "Frame", "Trained", "open_run", "slice_weights", "sum_erro
 
 # Enough examples for a figure of a page; a table of a paper asks for all of them.
 SCORED = 512
+# A page is not waited for much longer than this: slow models are scored on fewer examples.
+PATIENCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -114,11 +117,11 @@ class Trained:
         return other
 
     @torch.no_grad()
-    def accuracy(self) -> float:
+    def accuracy(self, count: int | None = None) -> float:
         """Accuracy in percent on the first test examples, at most :data:`SCORED`."""
         test: Any = self.task.test
         model = self.learner.model.eval()
-        count, right = min(len(test), SCORED), 0
+        count, right = min(len(test), SCORED, count or SCORED), 0
         for start in range(0, count, 128):
             batch = test.batch(range(start, min(start + 128, count)))
             inputs = self.learner.prepare(batch["inputs"], training=False)
@@ -126,7 +129,18 @@ class Trained:
             right += int((guessed == batch["labels"]).sum())
         return 100 * right / count
 
-    def frames(self, example: Example, temperatures: Sequence[float], layer: int) -> list[Frame]:
+    def affordable(self, times: int) -> int:
+        """Examples on which the accuracy can be found so many times without losing patience."""
+        self.accuracy(8)
+        began = time.perf_counter()
+        self.accuracy(8)
+        each = (time.perf_counter() - began) / 8
+        count = int(PATIENCE_SECONDS / (times * max(each, 1e-9)))
+        return max(32, min(count, SCORED, len(self.task.test)))  # type: ignore[arg-type]
+
+    def frames(
+        self, example: Example, temperatures: Sequence[float], layer: int, count: int | None = None
+    ) -> list[Frame]:
         """The whole model at each temperature, and hard; it is left as it was."""
         model, kept = self.learner.model, copy.deepcopy(self.learner.model.state_dict())
         made = []
@@ -135,7 +149,7 @@ class Trained:
                 harden(model)
             else:
                 set_sort_temperature(model, temperature)
-            made.append(Frame(temperature, self.matrices(example)[layer], self.accuracy()))
+            made.append(Frame(temperature, self.matrices(example)[layer], self.accuracy(count)))
         soften(model)
         model.load_state_dict(kept)
         return made

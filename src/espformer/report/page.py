@@ -26,8 +26,8 @@ _SOFTNESS = """\
 <section id="softness">
 <h2>From soft to hard</h2>
 <p>Train soft, then let the sort temperature t fall: move the slider. The weights stay as they \
-are, only t changes, and the accuracy is that of the whole model on {count:,} test examples. \
-Dashed lines are models that were fine-tuned while t fell.</p>
+are, only t changes, and the accuracy is that of the whole model on {count:,} test examples.\
+{dashed}</p>
 <div class="picker" id="soft-runs" role="radiogroup" aria-label="Model"></div>
 <div class="soft">
 <div class="control">
@@ -96,9 +96,13 @@ def make_page(
     summaries = [summarise(run) for run in runs]
     curves, charts = sections.curves(runs)
     attention = attention_content(runs, examples)
-    softness = softness_content(runs, examples[0])
+    softness, scored = softness_content(runs, examples[0])
     sorts = bool(softness)
     data = {"attention": attention, "softness": softness, "charts": charts, "frame": svg.frame()}
+    budgets = {(run.results["steps"], run.run.data.batch_size, str(run.run.model)) for run in runs}
+    same = "Every attention had the same model around it and the same number of steps. "
+    dashed = " Dashed lines are models that were fine-tuned while t fell."
+    dashed = dashed if any(run.annealed for run in runs) else ""
     title = title or f"Attention on {runs[0].task.name}"
     parts = {
         "title": escape(title),
@@ -106,12 +110,13 @@ def make_page(
         "nav": _navigation(sorts),
         "table": sections.table(summaries),
         "table_note": _TABLE_NOTE,
+        "training": same if len(runs) > 1 and len(budgets) == 1 else "",
         "legend": sections.legend(runs),
         "curves": curves,
         "negative": ", negative weights in the other colour"
         if any(run.run.mechanism.name == "differential" for run in runs)
         else "",
-        "softness": _SOFTNESS.format(count=min(size, 512)) if sorts else "",
+        "softness": _SOFTNESS.format(count=scored, dashed=dashed) if sorts else "",
         "slices": _SLICES.format(slices=sections.slices(runs, examples[0])) if sorts else "",
         "plans": sections.plans(),
         "conditions": sections.conditions(runs, command),

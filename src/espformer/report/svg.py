@@ -73,9 +73,9 @@ def line_chart(
         marks = log_ticks(min(ys), max(ys))
         low, high = math.log10(marks[0]), math.log10(max(marks[-1], max(ys)))
     else:
-        marks = ticks(min(ys), max(ys))
-        margin = 0.04 * (max(ys) - min(ys) or 1)
+        margin = 0.04 * (max(ys) - min(ys) or abs(min(ys)) or 1)
         low, high = min(ys) - margin, max(ys) + margin
+        marks = ticks(low, high)
 
     def place(x: float, y: float) -> tuple[float, float]:
         y = math.log10(y) if log else y
@@ -95,7 +95,7 @@ def line_chart(
                      f'y2="{y:.1f}"/>')  # fmt: skip
         parts.append(f'<text class="tick" x="{_LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">'
                      f"{_number(mark)}</text>")  # fmt: skip
-    for mark in ticks(left, right, 6):
+    for mark in (mark for mark in ticks(left, right, 6) if float(mark).is_integer()):
         x = place(mark, 10.0**low if log else low)[0]
         parts.append(f'<text class="tick" x="{x:.1f}" y="{HEIGHT - _BOTTOM + 17}" '
                      f'text-anchor="middle">{_number(mark)}</text>')  # fmt: skip
