@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,20 +22,15 @@ GRAPH_MILLISECONDS, GRAPH_MEGABYTES = 20.0, 20_000.0
 
 
 def run_cases(
-    cases: Sequence[Case],
-    device: torch.device,
-    *,
-    row_seconds: float = 3.0,
-    report: Callable[[Measurement], None] = lambda found: None,
-) -> list[Measurement]:
-    """Measure every case; one that fails in any way is a row that says how.
+    cases: Sequence[Case], device: torch.device, *, row_seconds: float = 3.0
+) -> Iterator[Measurement]:
+    """Measure one case after the other; one that fails in any way is a row that says how.
 
     Args:
         cases: what to measure, in this order.
         device: where.
         row_seconds: time for the calls of a row. One that would take longer, to judge by a smaller
             one of the same operator, is not run.
-        report: called with every row when it is known.
     """
     oracle, rows = Oracle(cases, device), list[Measurement]()
     for case in cases:
@@ -48,8 +44,7 @@ def run_cases(
             row = _measure(case, device, oracle, row_seconds)
         oracle.done_with(case)
         rows.append(row)
-        report(row)
-    return rows
+        yield row
 
 
 def _measure(case: Case, device: torch.device, oracle: Oracle, budget: float) -> Measurement:
@@ -62,7 +57,8 @@ def _measure(case: Case, device: torch.device, oracle: Oracle, budget: float) ->
     finally:
         gc.collect()
         if device.type == "cuda":
-            torch.cuda.empty_cache()
+            with contextlib.suppress(RuntimeError):  # a device that is lost takes no orders
+                torch.cuda.empty_cache()
     return Measurement(case, status=status)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from espformer.bench import display
+from espformer.bench.cases import Measurement
 from espformer.bench.conditions import machine
 from espformer.bench.report import file_stem, is_failure, write
 from espformer.bench.runner import run_cases
@@ -49,13 +50,18 @@ def run(
     arguments = sys.argv[2:] if program[-1] == "bench" else sys.argv[1:]
     good = True
     for suite, cases in chosen.items():
-        with display.progress(suite, len(cases)) as show:
-            rows = run_cases(cases, where, row_seconds=row_seconds, report=show)
         stated = machine([*program, *arguments], where) | display.told(cases, row_seconds)
+        title = (SUITES[suite].__doc__ or suite).splitlines()[0].rstrip(".")
+        stem = None if output is None else output / file_stem(suite, where)
+        rows: list[Measurement] = []
+        with display.progress(suite, len(cases)) as show:
+            for row in run_cases(cases, where, row_seconds=row_seconds):
+                rows.append(row)
+                show(row)
+                if stem is not None:  # row by row: what is known is kept, whatever comes next
+                    write(stem, title, rows, stated)
         display.print_tables(rows, stated)
-        if output is not None:
-            stem = output / file_stem(suite, where)
-            title = (SUITES[suite].__doc__ or suite).splitlines()[0].rstrip(".")
+        if stem is not None:
             for path in write(stem, title, rows, stated) + display.plot(stem, rows, stated):
                 print(f"written: {path}")
         good = good and not is_failure(rows)
