@@ -55,8 +55,8 @@ def _measure(case: Case, device: torch.device, oracle: Oracle, budget: float) ->
     except Exception as error:  # a broken kernel must not hide the other rows
         status = f"error: {type(error).__name__}: {_first_line(error)}"
     finally:
-        gc.collect()
         if device.type == "cuda":
+            gc.collect()
             with contextlib.suppress(RuntimeError):  # a device that is lost takes no orders
                 torch.cuda.empty_cache()
     return Measurement(case, status=status)
