@@ -21,7 +21,7 @@ from triton.compiler import ASTSource, compile
 from espformer.ops.triton.sinkhorn import backward, forward, launch
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-SIZES = {"N", "M", "heads", "last", "updates", "my_last", "their_last"}
+SIZES = {"N", "M", "rows", "heads", "last", "updates", "my_last", "their_last"}
 TOKENS = {"X", "Y", "X2", "Y2", "Q", "K", "V", "UP", "DV", "DX"}
 
 
@@ -48,7 +48,8 @@ def build(kernel, dtype, meta, **more):
             return "i32"
         if name in ("scale", "to_tokens"):
             return "fp32"
-        if name in TOKENS or (name == "OUT" and kernel is forward.output_kernel):
+        output_is_token = kernel in (forward.output_kernel, backward.delta_kernel)
+        if name in TOKENS or (name == "OUT" and output_is_token):
             return f"*{dtype}"
         if "FACTORS" in name:
             return factors
@@ -81,11 +82,13 @@ build(forward.output_kernel, dtype, two, LAST_IS_ROWS=True, MASKED=True)
 build(forward.output_kernel, dtype, two, LAST_IS_ROWS=False, MASKED=False, MASK=None)
 for pull in (True, False):
     build(backward.value_grad_kernel, dtype, two, PULL=pull)
+warps = {"num_warps": 4, "num_stages": 2}
+block = two["BLOCK_W"]
+build(backward.delta_kernel, dtype, warps, WIDTH=width, BLOCK_W=block, ROWS=4096 // block)
 rank = launch.rank_of(updates, halves)
 three = launch.constants("grad", halves, width, width, roomy=roomy) | {"RANK": rank}
 for of_queries, factored in ((True, True), (False, True), (True, False)):
     build(backward.score_grad_kernel, dtype, three, OF_QUERIES=of_queries, FACTORED=factored)
-warps = {"num_warps": 4, "num_stages": 2}
 build(backward.factors_kernel, dtype, warps, OF_QUERIES=True, SPLIT=halves, RANK=rank, BLOCK=1024)
 """
 
@@ -105,7 +108,7 @@ def build_all(dtype: str, width: int, updates: int, architecture: int) -> list[d
     )
     assert run.returncode == 0, run.stderr[-2000:]
     built = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(built) == 12
+    assert len(built) == 13
     for one in built:
         assert one["shared"] <= SHARED_MEMORY[architecture], one
     return built
@@ -125,7 +128,7 @@ def build_all(dtype: str, width: int, updates: int, architecture: int) -> list[d
 )
 def test_kernels_compile_for_hopper(dtype: str, width: int, updates: int) -> None:
     for one in build_all(dtype, width, updates, 90):
-        if "factors_kernel" in one["kernel"]:
+        if one["kernel"].startswith(("factors_kernel", "delta_kernel")):
             continue
         assert one["wgmma"] or (dtype == "fp32" and width > 64), one
         rare = "'FACTORED': False" in one["kernel"]  # potentials that change by more than 2^24

@@ -14,6 +14,17 @@ MOST_CHANGE: tl.constexpr = tl.constexpr(24.0)
 
 
 @triton.jit
+def delta_kernel(
+    UP, OUT, DELTA, rows, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, ROWS: tl.constexpr
+):
+    """``delta_i = up_i · out_i``: the row sums of the gradient of the exponent."""
+    head, here = where_am_i(rows, ROWS)
+    up = load_rows(UP, head, here, rows, WIDTH, BLOCK_W).to(tl.float32)
+    out = load_rows(OUT, head, here, rows, WIDTH, BLOCK_W).to(tl.float32)
+    tl.store(DELTA + head * rows + here, tl.sum(up * out, 1), mask=here < rows)
+
+
+@triton.jit
 def pull_kernel(
     X, Y, MINE, THEIRS, GRAD, DIRECT, OUT, N, M, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -109,6 +120,8 @@ def factors_kernel(
                 tl.store(out + 2 * updates, low if OF_QUERIES else high, mask=inside)
             else:
                 tl.store(out, factor, mask=inside)
+        for column in range(3 * updates if SPLIT else updates, RANK):
+            tl.store(FACTORS + here * RANK + column, 0.0, mask=inside)
     tl.store(CHANGE + head, tl.max(change, 0))
 
 

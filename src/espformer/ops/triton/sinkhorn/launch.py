@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from espformer.ops.triton.sinkhorn.backward import (
+    delta_kernel,
     factors_kernel,
     pull_kernel,
     score_grad_kernel,
@@ -149,6 +150,15 @@ class Sides:
         )  # fmt: skip
         return out
 
+    def delta(self, upstream: Tensor, output: Tensor, out: Tensor) -> None:
+        """``upstream · output`` of every query."""
+        width = output.shape[-1]
+        block = max(SMALLEST, triton.next_power_of_2(width))
+        rows = max(1, 4096 // block)
+        delta_kernel[(triton.cdiv(output.shape[1], rows) * self.heads,)](
+            upstream, output, out, output.shape[1], WIDTH=width, BLOCK_W=block, ROWS=rows
+        )
+
     def pull(
         self, to_queries: bool, mine: Tensor, theirs: Tensor, grad: Tensor, direct: Tensor | None,
         out: Tensor,
@@ -181,10 +191,8 @@ class Sides:
         """What the updates' gradients contribute on one side: (heads, tokens, rank)."""
         last, heads, tokens = potentials.shape[0] - 1, *potentials.shape[1:]
         split, rank = self.halves, rank_of(updates, self.halves)
-        found = torch.zeros(
-            heads, tokens, rank, device=potentials.device,
-            dtype=SPLIT_DTYPE if split else torch.float32,
-        )  # fmt: skip
+        dtype = SPLIT_DTYPE if split else torch.float32
+        found = potentials.new_empty(heads, tokens, rank, dtype=dtype)
         factors_kernel[(heads,)](
             potentials, grads, log_ratio, found, change, heads, tokens, last, updates,
             OF_QUERIES=of_queries, SPLIT=split, RANK=rank,
@@ -198,9 +206,12 @@ class Sides:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The gradients of the queries and of the keys, from those of all potentials."""
         rank = rank_of(updates, self.halves)
-        change = f.new_full((2, self.heads), math.inf)
+        factorable = rank <= HIGHEST_RANK
         f_factors = g_factors = None
-        if rank <= HIGHEST_RANK:
+        if not factorable:
+            change = f.new_full((2, self.heads), math.inf)
+        else:
+            change = f.new_empty(2, self.heads)
             f_factors = self.factors(True, f, f_grads, log_ratio, updates, change[0])
             g_factors = self.factors(False, g, g_grads, log_ratio, updates, change[1])
         queries = (upstream, f, f_grads, f_factors)
@@ -212,7 +223,7 @@ class Sides:
             out = torch.empty_like(x)
             meta = self._meta("grad", value.shape[-1]) | {"RANK": min(rank, HIGHEST_RANK)}
             # Each head is taken by one of the two.
-            for factored in (True, False) if rank <= HIGHEST_RANK else (False,):
+            for factored in (True, False) if factorable else (False,):
                 score_grad_kernel[self._grid(x, meta)](
                     x, y, mine[0], theirs[0], mine[1], theirs[1], mine[2], theirs[2], mine[3],
                     theirs[3], log_ratio, change, out, self.heads, x.shape[1], y.shape[1],

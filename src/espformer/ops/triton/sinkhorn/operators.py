@@ -82,13 +82,12 @@ def sinkhorn_backward(
     sides = Sides(query, key, scale)
     log_ratio = _log_ratio(query, key, query_mask, key_mask, updates)
     f_grads, g_grads = torch.empty_like(f), torch.empty_like(g)
-    delta = (upstream.float() * out.float()).sum(-1)
     last_is_rows = updates % 2 == 1
+    delta = f_grads[-1] if last_is_rows else torch.empty_like(f_grads[-1])
+    sides.delta(upstream, out, delta)
     d_value = sides.value_grad(
         value, upstream, f[-1], g[-1], log_ratio, delta, g_grads[-1], last_is_rows
     )
-    if last_is_rows:
-        f_grads[-1] = delta
     for update in range(updates - 1 if last_is_rows else updates, 1, -1):
         # Update u made potential u of one side from potential u - 1 of the other.
         mine, theirs = f[(update - 1) // 2], g[update // 2]
