@@ -130,7 +130,7 @@ def describe_temperature(temperature: float | None) -> str:
     """``t = 0.1``, ``t = 3e-04`` or ``hard``."""
     if temperature is None:
         return "hard"
-    return f"t = {temperature:.2g}" if temperature >= 1e-3 else f"t = {temperature:.0e}"
+    return f"t = {temperature:.2g}" if temperature >= 9.5e-4 else f"t = {temperature:.0e}"
 
 
 def _matrix(matrix: Tensor) -> dict[str, Any]:
