@@ -134,7 +134,7 @@ def show_table(console: Console, rows: Sequence[Any]) -> None:
 
     from espformer.report.summary import COLUMNS, cells
 
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for index, name in enumerate(COLUMNS):
         # Two words of a head may stand above each other, so the table fits 80 columns.
         head = name.replace(" ", "\n")

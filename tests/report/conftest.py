@@ -23,7 +23,7 @@ def demonstration(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(inspection, "SCORED", 48)
         patch.setattr(demo, "QUICK", TINY)
-        patch.setenv("COLUMNS", "100")
+        patch.setenv("COLUMNS", "80")  # the table must fit a small terminal
         code = demo.main(["--quick", "--output", str(folder)])
     return SimpleNamespace(folder=folder, code=code, text=printed.getvalue())
 
