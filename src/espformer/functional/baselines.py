@@ -6,11 +6,11 @@ They take the shapes and the masks of :func:`espformer.esp_attention`.
 import os
 from types import ModuleType
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from espformer.functional.arguments import one_of
+from espformer.ops.exporting import is_exporting
 from espformer.ops.masks import resolve_masks, zero_padding
 from espformer.ops.sinkhorn import sinkhorn_matrix, sinkhorn_output
 
@@ -225,7 +225,7 @@ def sinkhorn_plan(
 def _kernels(name: str, backend: str, query: Tensor, value: Tensor) -> ModuleType | None:
     """The fused kernels, if they are asked for or picked, and can do it."""
     on_gpu = query.device.type == "cuda"
-    if backend == "torch" or (backend == "auto" and (not on_gpu or torch.compiler.is_exporting())):
+    if backend == "torch" or (backend == "auto" and (not on_gpu or is_exporting())):
         return None
     if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(

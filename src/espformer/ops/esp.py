@@ -23,6 +23,7 @@ from espformer.ops.autograd import refuse_double_backward
 from espformer.ops.balancing import chebyshev_exponents
 from espformer.ops.coupling import Coupling, couple
 from espformer.ops.exponentials import exponential_sum
+from espformer.ops.exporting import is_exporting
 from espformer.ops.problem import Problem
 from espformer.ops.sorted_kernel import SortedKernel
 
@@ -284,8 +285,7 @@ def _by_slice_groups(
     """``fn(group, *shared, *(t[:, group] for t in sliced), inverse_width)``, added or joined."""
     batch, slices = sliced[0].shape[:2]
     # A graph that is exported serves batches and lengths of all sizes: it cannot depend on them.
-    exporting = torch.compiler.is_exporting()
-    size = slices if exporting else max(1, GROUP_ELEMENTS // max(1, batch * width))
+    size = slices if is_exporting() else max(1, GROUP_ELEMENTS // max(1, batch * width))
     groups = [slice(i, min(i + size, slices)) for i in range(0, slices, size)]
     if len(groups) == 1:
         return fn(groups[0], *shared, *sliced, inverse_width)
