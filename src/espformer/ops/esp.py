@@ -48,6 +48,14 @@ class Ranking(NamedTuple):
 
 def rank_tokens(projections: Tensor, mask: Tensor | None) -> Ranking:
     """Sorts the tokens of every slice; padded tokens come last whatever their projection is."""
+    ranking = sort_tokens(projections, mask)
+    order = ranking.order
+    positions = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return ranking._replace(ranks=torch.zeros_like(order).scatter(-1, order, positions))
+
+
+def sort_tokens(projections: Tensor, mask: Tensor | None) -> Ranking:
+    """The ranking without the rank of each token: `ranks` is left to whoever needs it."""
     batch, _, tokens = projections.shape
     projections = projections.contiguous()  # a sort keeps the strides of a transposed matrix
     positions = torch.arange(tokens, device=projections.device)
@@ -64,8 +72,7 @@ def rank_tokens(projections: Tensor, mask: Tensor | None) -> Ranking:
             -1, (lengths - 1).clamp(min=0).view(-1, 1, 1).expand(-1, order.shape[1], 1)
         )
         values = projections.gather(-1, torch.where(valid, order, last))
-    ranks = torch.empty_like(order).scatter_(-1, order, positions.expand_as(order))
-    return Ranking(values, order, ranks, valid, lengths)
+    return Ranking(values, order, order, valid, lengths)
 
 
 class _Pick(torch.autograd.Function):
@@ -115,7 +122,7 @@ class SoftMixing:
 
     def __init__(self, kernel: Callable[[Tensor], Tensor], ranking: Ranking, balance: str) -> None:
         self.kernel = kernel
-        present = torch.ones_like(ranking.values)
+        present = ranking.values.new_ones(()).expand(ranking.values.shape)
         absent = None
         if ranking.valid is not None:
             absent = ~ranking.valid.unsqueeze(-1)
@@ -124,7 +131,9 @@ class SoftMixing:
         row_sums = self._filled(self.kernel(present), absent)
         self.scale_in: Tensor | None = None
         if balance == "rows":
-            self.scale_out = present / row_sums  # padded ranks neither give nor take
+            self.scale_out = row_sums.reciprocal()
+            if absent is not None:  # padded ranks neither give nor take
+                self.scale_out = self.scale_out.masked_fill(absent, 0)
             return
         x = row_sums.rsqrt() * present
         for exponent in chebyshev_exponents():

@@ -49,7 +49,7 @@ def _rank(problem: Problem, tokens: Tensor, mask: Tensor | None, side: int) -> e
             positions = torch.arange(order.shape[-1], device=order.device)
             valid = (positions < lengths.unsqueeze(-1)).unsqueeze(1)
         return esp.Ranking(values, order, order, valid, lengths)
-    ranking = esp.rank_tokens(problem.scaled().projections()[side].contiguous(), mask)
+    ranking = esp.sort_tokens(problem.scaled().projections()[side].contiguous(), mask)
     return ranking._replace(order=ranking.order.int(), values=ranking.values.contiguous())
 
 
@@ -66,14 +66,14 @@ def _centred(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _hard(problem: Problem, value: Tensor, queries: esp.Ranking, keys: esp.Ranking) -> Tensor:
-    match = matching.match(queries.order, keys.order)
+    matches = matching.match(queries.order, keys.order)
     costs = torch.zeros_like(queries.values[..., 0])
     if problem.inverse_temperature:
         q, k = _centred(problem)
         norms = q.float().square().sum((-2, -1)) + k.float().square().sum((-2, -1))
-        cross = matching.cross_matching(q, k, match)
+        cross = matching.cross_matching(q, k, matches)
         costs = (norms.unsqueeze(-1) - 2 * cross) / queries.lengths.clamp(min=1).unsqueeze(-1)
-    return matching.apply_matching(value, problem.slice_weights(costs), match)
+    return matching.apply_matching(value, problem.slice_weights(costs), matches)
 
 
 def _soft(problem: Problem, value: Tensor, queries: esp.Ranking, keys: esp.Ranking) -> Tensor:
@@ -108,8 +108,10 @@ def _soft(problem: Problem, value: Tensor, queries: esp.Ranking, keys: esp.Ranki
 
 
 def _mixing(problem: Problem, side: esp.Ranking, width: Tensor) -> esp.SoftMixing:
+    exact = problem.query.dtype == torch.float32
+
     def kernel(x: Tensor) -> Tensor:
-        column: Tensor = sorted_column(x.squeeze(-1), side.values, width, problem.metric)
+        column: Tensor = sorted_column(x.squeeze(-1), side.values, width, problem.metric, exact)
         return column.unsqueeze(-1)
 
     return esp.SoftMixing(kernel, side, problem.balance)
@@ -130,7 +132,7 @@ def _norms(
     other: esp.Ranking, coupling: Coupling | None,
 ) -> Tensor:  # fmt: skip
     """``Σ_i ‖x_i‖² (Sᵀ T S' 1)_i`` for every slice: what the squared norms cost, (batch, L)."""
-    ones = torch.ones_like(other.values).unsqueeze(-1)
+    ones = other.values.new_ones(()).expand(other.values.shape).unsqueeze(-1)
     ones = ones if other.valid is None else ones * other.valid.unsqueeze(-1)
     # Row sums are one exactly unless they were balanced in finitely many steps.
     met = ones if theirs.scale_in is None else theirs.sort(ones)

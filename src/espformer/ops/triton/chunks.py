@@ -36,8 +36,12 @@ QUARTER = tl.constexpr(1.5707963267948966)
 if os.environ.get("TRITON_INTERPRET") == "1":  # the interpreter knows neither libdevice nor PTX
 
     @triton.jit
-    def cosine(angle):
+    def fast_cosine(angle):
         return tl.cos(angle)
+
+    @triton.jit
+    def times(x, y):
+        return x * y
 
     @triton.jit
     def exp2(x):
@@ -54,9 +58,16 @@ else:
     from triton.language.extra import libdevice
 
     @triton.jit
-    def cosine(angle):
-        """Cosine, good to 2^-21: the exact one costs hundreds of instructions."""
+    def fast_cosine(angle):
+        """Cosine, good to 2^-21 in one instruction."""
         return libdevice.fast_cosf(angle)
+
+    @triton.jit
+    def times(x, y):
+        """A product that is rounded: not fused with what is added to it, so that ties stay ties."""
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
 
     @triton.jit
     def exp2(x):
@@ -84,6 +95,16 @@ else:
         return tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=f,f,f", [x, model], dtype=tl.float32, is_pure=True, pack=1
         )
+
+
+@triton.jit
+def cosine(angle, EXACT: tl.constexpr):
+    """Large weights multiply the waves of float32 rows, and an error of 2^-21 with them."""
+    if EXACT:
+        y = tl.cos(angle)
+    else:
+        y = fast_cosine(angle)
+    return y
 
 
 @triton.jit
@@ -145,7 +166,7 @@ def near(s, first, model, inverse_width, COMPLEX: tl.constexpr, EXACT: tl.conste
     if EXACT:
         gap = laid_out_like((s[None, :] - s[:, None]) * rate, model)
     else:
-        s = (s - first) * rate
+        s = times(s - first, rate)
         gap = laid_out_like(s[None, :] - s[:, None], model)
     k = exp2(gap * gap * -LOG2E) if COMPLEX else exp2_minus_abs(gap)
     return k, gap
@@ -170,6 +191,7 @@ def reach(s, first, last, inverse_width):
 def waves(
     TABLE, s, first, last, inverse_width,
     KIND: tl.constexpr, COMPLEX: tl.constexpr, TIES: tl.constexpr, ROWS: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """What ties ranks to states, (ranks, state rows). By KIND:
 
@@ -189,7 +211,7 @@ def waves(
         x = tl.minimum(x, 40.0)  # exp(-40 Re p) is zero, and the angle stays small
         angle = tl.load(TABLE + (row + 1) * STATE_ROWS + r) - tl.load(TABLE + STATE_ROWS + r) * x
         size = tl.load(TABLE + row * STATE_ROWS + r)
-        return size * exp2(tl.load(TABLE + r) * (x * -LOG2E)) * cosine(angle)
+        return size * exp2(tl.load(TABLE + r) * (x * -LOG2E)) * cosine(angle, EXACT)
     near_left, near_right = reach(s, first, last, inverse_width)
     if KIND == "in":  # measured at the other end, to be handed on
         left, right = near_right, near_left
@@ -251,7 +273,7 @@ def from_states(
 ):  # fmt: skip
     """Adds to y what other chunks contribute to κx; `states` as :func:`load_sides` gives them."""
     if COMPLEX:
-        wave = waves(TABLE, s, first, last, inverse_width, "out", True, False, ROWS)
+        wave = waves(TABLE, s, first, last, inverse_width, "out", True, False, ROWS, EXACT)
         if EXACT:
             y = tl.dot(wave, states[0], y, input_precision="tf32x3")
         else:
@@ -294,7 +316,9 @@ def hand_on(
     COMPLEX: tl.constexpr, TIES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Stores the sums over rows x of a chunk that other chunks will need."""
-    wave = waves(TABLE, s, first, last, inverse_width, "in", COMPLEX, TIES, ROWS)
+    wave = waves(
+        TABLE, s, first, last, inverse_width, "in", COMPLEX, TIES, ROWS, x.dtype == tl.float32
+    )
     store_states(STATES, chunk, product(tl.trans(wave), x, COMPLEX), d, D, ROWS)
 
 
@@ -323,12 +347,12 @@ def inflow_kernel(
 
 
 @triton.jit
-def turn(TABLE, x, r, ROWS: tl.constexpr):
+def turn(TABLE, x, r, EXACT: tl.constexpr):
     """``exp(-p x)`` of the pole of state row r, real and imaginary part."""
     x = tl.minimum(x, 40.0)
     size = exp2(tl.load(TABLE + r) * (x * -LOG2E))
     angle = tl.load(TABLE + STATE_ROWS + r) * x
-    return size * cosine(angle), size * cosine(angle + QUARTER)
+    return size * cosine(angle, EXACT), size * cosine(angle + QUARTER, EXACT)
 
 
 @triton.jit
@@ -336,6 +360,7 @@ def scan_kernel(
     S, TABLE, INVERSE_WIDTH, STATES, N, L, CHUNKS, D: tl.constexpr,
     COMPLEX: tl.constexpr, TIES: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """Replaces the chunks' own sums by the states that enter them, in place.
 
@@ -383,8 +408,8 @@ def scan_kernel(
             if COMPLEX:
                 tl.store(STATES + at + beside, state_im, mask=mask)
                 own, own_im = owns[2 * u], owns[2 * u + 1]
-                re, im = turn(TABLE, across, row[:, None], ROWS)
-                s_re, s_im = turn(TABLE, step, row[:, None], ROWS)
+                re, im = turn(TABLE, across, row[:, None], EXACT)
+                s_re, s_im = turn(TABLE, step, row[:, None], EXACT)
                 moved = re * state - im * state_im + s_re * own - s_im * own_im
                 state_im = re * state_im + im * state + s_re * own_im + s_im * own
                 state = moved

@@ -21,8 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from espformer.ops.autograd import refuse_double_backward
-from espformer.ops.exponentials import ABSOLUTE, GAUSSIAN
 from espformer.ops.triton.chunks import cosine
+from espformer.ops.triton.launch import exponentials
+from espformer.ops.triton.registration import operator
 
 BLOCK = 1024
 
@@ -61,7 +62,7 @@ def gaps(S, n, N, BACK: tl.constexpr):
 def walk(
     S, X, Y, Z, inverse_width, N,
     BACK: tl.constexpr, SLOPE: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr,
-    COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
+    COMPLEX: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One direction: adds (or, rightwards, stores) its share of κx to Y and of κ'x to Z."""
     i = tl.arange(0, BLOCK)
@@ -88,8 +89,8 @@ def walk(
                 p_im = TABLE[4 * r + 3]
                 capped = tl.minimum(scaled, 40.0)
                 size = tl.where(scaled > 40.0, 0.0, tl.exp(-p_re * capped))
-                a_re = size * cosine(p_im * capped)
-                a_im = size * cosine(p_im * capped + 1.5707963267948966)
+                a_re = size * cosine(p_im * capped, EXACT)
+                a_im = size * cosine(p_im * capped + 1.5707963267948966, EXACT)
                 d_re, d_im, f_re, f_im = tl.associative_scan(
                     (a_re, a_im, x, tl.zeros_like(x)), 0, complex_pair, reverse=BACK
                 )
@@ -130,21 +131,26 @@ def walk(
 @triton.jit
 def column_kernel(
     X, S, INVERSE_WIDTH, Y, N, L,
-    TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
+    TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``y = κ x`` of one slice."""
     pair = tl.program_id(0).to(tl.int64)
     at = pair * N
     inverse_width = tl.load(INVERSE_WIDTH + pair // L)
-    walk(S + at, X + at, Y + at, Y, inverse_width, N, False, False, TABLE, POLES, COMPLEX, BLOCK)
-    tl.debug_barrier()
-    walk(S + at, X + at, Y + at, Y, inverse_width, N, True, False, TABLE, POLES, COMPLEX, BLOCK)
+    for back in tl.static_range(2):
+        walk(
+            S + at, X + at, Y + at, Y, inverse_width, N, back == 1, False,
+            TABLE, POLES, COMPLEX, EXACT, BLOCK,
+        )  # fmt: skip
+        tl.debug_barrier()
 
 
 @triton.jit
 def column_grad_kernel(
     X, P, S, INVERSE_WIDTH, Y, SLOPE, KX, SLOPE_X, SLOPE_P, N, L,
-    TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
+    TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``y = κ p`` and ``slope = p · κ'x + x · κ'p`` of one slice; the rest is scratch."""
     pair = tl.program_id(0).to(tl.int64)
@@ -154,11 +160,11 @@ def column_grad_kernel(
     for back in tl.static_range(2):
         walk(
             S, X + at, KX + at, SLOPE_X + at, inverse_width, N, back == 1, True,
-            TABLE, POLES, COMPLEX, BLOCK,
+            TABLE, POLES, COMPLEX, EXACT, BLOCK,
         )  # fmt: skip
         walk(
             S, P + at, Y + at, SLOPE_P + at, inverse_width, N, back == 1, True,
-            TABLE, POLES, COMPLEX, BLOCK,
+            TABLE, POLES, COMPLEX, EXACT, BLOCK,
         )  # fmt: skip
         tl.debug_barrier()
     for block in range(tl.cdiv(N, BLOCK)):
@@ -171,47 +177,48 @@ def column_grad_kernel(
         tl.store(SLOPE + at + n, p * x_slope + x * p_slope, mask=inside)
 
 
-def _table(metric: str) -> dict[str, Any]:
-    table = ABSOLUTE if metric == "absolute" else GAUSSIAN[4]
+def _config(values: Tensor, metric: str, exact: bool) -> dict[str, Any]:
+    table = exponentials(metric, exact)
     numbers = tuple(
         number
         for w, p in zip(table.weights, table.poles, strict=True)
         for number in (complex(w).real, complex(w).imag, complex(p).real, complex(p).imag)
     )
-    return {"TABLE": numbers, "POLES": len(table.poles), "COMPLEX": metric != "absolute"}
-
-
-def _config(values: Tensor, metric: str) -> dict[str, Any]:
-    ranks, slices = values.shape[-1], values.shape[-2]
+    slices, ranks = values.shape[-2:]
     block = min(BLOCK, max(32, triton.next_power_of_2(ranks)))
-    sizes = {"N": ranks, "L": slices, "BLOCK": block, "num_warps": max(1, block // 256)}
-    return {**sizes, **_table(metric)}
+    return {
+        "N": ranks, "L": slices, "TABLE": numbers, "POLES": len(table.poles),
+        "COMPLEX": metric != "absolute", "EXACT": exact, "BLOCK": block,
+        "num_warps": max(1, block // 256),
+    }  # fmt: skip
 
 
-@torch.library.custom_op("espformer::sorted_column", mutates_args=())
-def sorted_column(x: Tensor, values: Tensor, inverse_width: Tensor, metric: str) -> Tensor:
-    """κ x for one column per slice, (batch, L, N)."""
+@operator("sorted_column")
+def sorted_column(
+    x: Tensor, values: Tensor, inverse_width: Tensor, metric: str, exact: bool
+) -> Tensor:
+    """κ x for one column per slice, (batch, L, N); `exact` where rows are float32."""
     y = torch.empty_like(values)
     column_kernel[(values.shape[0] * values.shape[1],)](
-        x.contiguous(), values, inverse_width, y, **_config(values, metric)
+        x.contiguous(), values, inverse_width, y, **_config(values, metric, exact)
     )
     return y
 
 
 @sorted_column.register_fake
-def _(x: Tensor, values: Tensor, inverse_width: Tensor, metric: str) -> Tensor:
+def _(x: Tensor, values: Tensor, inverse_width: Tensor, metric: str, exact: bool) -> Tensor:
     return torch.empty_like(values)
 
 
-@torch.library.custom_op("espformer::sorted_column_backward", mutates_args=())
+@operator("sorted_column_backward")
 def sorted_column_backward(
-    upstream: Tensor, x: Tensor, values: Tensor, inverse_width: Tensor, metric: str
+    upstream: Tensor, x: Tensor, values: Tensor, inverse_width: Tensor, metric: str, exact: bool
 ) -> tuple[Tensor, Tensor]:
     """κ P and the slope in the values."""
     dx, slope, *scratch = (torch.empty_like(values) for _ in range(5))
     column_grad_kernel[(values.shape[0] * values.shape[1],)](
         x.contiguous(), upstream.contiguous(), values, inverse_width, dx, slope, *scratch,
-        **_config(values, metric),
+        **_config(values, metric, exact),
     )  # fmt: skip
     return dx, slope
 
@@ -230,15 +237,15 @@ def width_gradient(slope: Tensor, values: Tensor) -> Tensor:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3])
-    ctx.metric = inputs[3]
+    ctx.metric, ctx.exact = inputs[3:]
 
 
 @refuse_double_backward("espformer::sorted_column")
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     x, values, width = ctx.saved_tensors
-    dx, slope = sorted_column_backward(grads[0], x, values, width, ctx.metric)
+    dx, slope = sorted_column_backward(grads[0], x, values, width, ctx.metric, ctx.exact)
     d_width = width_gradient(slope, values) if ctx.needs_input_grad[2] else None
-    return dx, slope * width.view(-1, 1, 1), d_width, None
+    return dx, slope * width.view(-1, 1, 1), d_width, None, None
 
 
 sorted_column.register_autograd(_backward, setup_context=_setup)

@@ -87,13 +87,13 @@ def grad_kernel(
 
     mine_far = on_states(x, p_states, COMPLEX)
     theirs_far = on_states(p, x_states, COMPLEX)
-    wave = waves(TABLE, s, first, last, inverse_width, "slope", COMPLEX, TIES, ROWS)
+    wave = waves(TABLE, s, first, last, inverse_width, "slope", COMPLEX, TIES, ROWS, exact)
     slope += tl.sum(wave * (mine_far + theirs_far), 1)
     if WEIGHTED:
         slope *= weight
     tl.store(SLOPE + ranks + n, slope, mask=inside)
     if HAS_AGREE or HAS_ALIGN:
-        wave = waves(TABLE, s, first, last, inverse_width, "out", COMPLEX, False, ROWS)
+        wave = waves(TABLE, s, first, last, inverse_width, "out", COMPLEX, False, ROWS, exact)
     if HAS_AGREE:
         tl.store(AGREE + ranks + n, agree + tl.sum(wave * mine_far, 1), mask=inside)
     if HAS_ALIGN:

@@ -32,21 +32,19 @@ class Rows:
     scale: Tensor | None = None  # (batch, L, N)
 
 
-def exponentials(metric: str, dtype: torch.dtype) -> ExponentialSum:
-    """The table of a metric, as exact as rows of this type deserve."""
-    if metric == "absolute":
-        return ABSOLUTE
-    return GAUSSIAN[3 if dtype in (torch.bfloat16, torch.float16) else 4]
+def exponentials(metric: str, exact: bool) -> ExponentialSum:
+    """The table of a metric, as exact as float32 or as 16-bit rows deserve."""
+    return ABSOLUTE if metric == "absolute" else GAUSSIAN[4 if exact else 3]
 
 
 @functools.cache
-def pole_table(metric: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+def pole_table(metric: str, exact: bool, device: torch.device) -> Tensor:
     """What :func:`espformer.ops.triton.chunks.waves` reads: (8, STATE_ROWS).
 
     Poles (Re, Im), then size and phase of the waves into a state, out of it, and of its slope.
     """
     rows: list[list[float]] = []
-    table = exponentials(metric, dtype)
+    table = exponentials(metric, exact)
     for side in (-1, 1):  # a state on the left pulls to the left
         for weight, pole in zip(table.weights, table.poles, strict=True):
             w, p = complex(weight), complex(pole)
@@ -73,9 +71,9 @@ class SortedSlices:
         self.values, self.inverse_width = values, inverse_width
         self.batch, self.slices, self.ranks = values.shape
         self.complex = metric != "absolute"
-        self.poles = len(exponentials(metric, dtype).poles)
-        self.table = pole_table(metric, dtype, values.device)
-        self.chunk = CHUNK[dtype.itemsize]
+        self.chunk, self.exact = CHUNK[dtype.itemsize], dtype.itemsize == 4
+        self.poles = len(exponentials(metric, self.exact).poles)
+        self.table = pole_table(metric, self.exact, values.device)
         self.chunks = triton.cdiv(self.ranks, self.chunk)
 
     def rows(self, ties: bool) -> int:
@@ -119,7 +117,7 @@ class SortedSlices:
         grid = (self.batch * self.slices, 2, triton.cdiv(states.shape[-1], block_d))
         scan_kernel[grid](
             self.values, self.table, self.inverse_width, states, TIES=ties, ROWS=self.rows(ties),
-            BLOCK_R=block_r, AHEAD=AHEAD, num_warps=1, **config,
+            BLOCK_R=block_r, AHEAD=AHEAD, EXACT=self.exact, num_warps=1, **config,
         )  # fmt: skip
         return states
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from espformer.ops.autograd import refuse_double_backward
 from espformer.ops.triton.gather import gather_dot, gather_sum
+from espformer.ops.triton.registration import operator
 
 
 @triton.jit
@@ -27,8 +28,12 @@ def match_kernel(FROM, TO, OUT, N, BLOCK: tl.constexpr):
     tl.store(OUT + row + tl.load(FROM + row + n, mask=n < N, other=0), to, mask=n < N)
 
 
-def inverse_then(order: Tensor, to: Tensor | None) -> Tensor:
-    """The permutations ``to ∘ order⁻¹`` along the last dimension, in int32."""
+@operator("match")
+def match(order: Tensor, to: Tensor | None) -> Tensor:
+    """The permutations ``to ∘ order⁻¹`` along the last dimension, in int32; None: the identity.
+
+    Of two rankings it is the key that each query meets, of one the rank of each token.
+    """
     out = torch.empty_like(order)
     tokens = order.shape[-1]
     block = min(1024, triton.next_power_of_2(tokens))
@@ -37,37 +42,31 @@ def inverse_then(order: Tensor, to: Tensor | None) -> Tensor:
     return out
 
 
-@torch.library.custom_op("espformer::match", mutates_args=())
-def match(query_order: Tensor, key_order: Tensor) -> Tensor:
-    """The key of the same rank for every query: (batch, L, N)."""
-    return inverse_then(query_order, key_order)
-
-
 @match.register_fake
-def _(query_order: Tensor, key_order: Tensor) -> Tensor:
-    return torch.empty_like(query_order)
+def _(order: Tensor, to: Tensor | None) -> Tensor:
+    return torch.empty_like(order)
 
 
-@torch.library.custom_op("espformer::apply_matching", mutates_args=())
-def apply_matching(value: Tensor, weight: Tensor, match: Tensor) -> Tensor:
-    """``Σ_l weight_l V[match[l, i]]``."""
-    return gather_sum(value.contiguous(), match, weight.contiguous(), value.dtype)
+@operator("apply_matching")
+def apply_matching(value: Tensor, weight: Tensor, matches: Tensor) -> Tensor:
+    """``Σ_l weight_l V[matches[l, i]]``."""
+    return gather_sum(value.contiguous(), matches, weight.contiguous(), value.dtype)
 
 
 @apply_matching.register_fake
-def _(value: Tensor, weight: Tensor, match: Tensor) -> Tensor:
+def _(value: Tensor, weight: Tensor, matches: Tensor) -> Tensor:
     return torch.empty_like(value)
 
 
-@torch.library.custom_op("espformer::cross_matching", mutates_args=())
-def cross_matching(query: Tensor, key: Tensor, match: Tensor) -> Tensor:
-    """``Σ_i q_i · k[match[l, i]]``: (batch, L)."""
-    return gather_dot(query.contiguous(), key.contiguous(), match)
+@operator("cross_matching")
+def cross_matching(query: Tensor, key: Tensor, matches: Tensor) -> Tensor:
+    """``Σ_i q_i · k[matches[l, i]]``: (batch, L)."""
+    return gather_dot(query.contiguous(), key.contiguous(), matches)
 
 
 @cross_matching.register_fake
-def _(query: Tensor, key: Tensor, match: Tensor) -> Tensor:
-    return query.new_empty(match.shape[:2], dtype=torch.float32)
+def _(query: Tensor, key: Tensor, matches: Tensor) -> Tensor:
+    return query.new_empty(matches.shape[:2], dtype=torch.float32)
 
 
 def _matching_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -76,10 +75,10 @@ def _matching_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 @refuse_double_backward("espformer::apply_matching")
 def _matching_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    value, weight, match = ctx.saved_tensors
+    value, weight, matches = ctx.saved_tensors
     upstream = grads[0].to(value.dtype)
-    d_value = apply_matching(upstream, weight, inverse_then(match, None))
-    return d_value, cross_matching(upstream, value, match), None
+    d_value = apply_matching(upstream, weight, match(matches, None))
+    return d_value, cross_matching(upstream, value, matches), None
 
 
 apply_matching.register_autograd(_matching_backward, setup_context=_matching_setup)
@@ -87,9 +86,9 @@ apply_matching.register_autograd(_matching_backward, setup_context=_matching_set
 
 @refuse_double_backward("espformer::cross_matching")
 def _cross_matching_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, match = ctx.saved_tensors
-    d_query = apply_matching(key, grads[0], match)
-    return d_query, apply_matching(query, grads[0], inverse_then(match, None)), None
+    query, key, matches = ctx.saved_tensors
+    d_query = apply_matching(key, grads[0], matches)
+    return d_query, apply_matching(query, grads[0], match(matches, None)), None
 
 
 cross_matching.register_autograd(_cross_matching_backward, setup_context=_matching_setup)

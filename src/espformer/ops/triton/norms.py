@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espformer.ops.autograd import refuse_double_backward
+from espformer.ops.triton.registration import operator
 
 
 @triton.jit
@@ -45,7 +46,7 @@ def norm_grad_kernel(
         tl.store(D_SQUARE + pair * N + token, share, mask=inside)
 
 
-@torch.library.custom_op("espformer::norm_costs", mutates_args=())
+@operator("norm_costs")
 def norm_costs(square: Tensor, order: Tensor, mass: Tensor) -> Tensor:
     """``Σ_n mass[l, n] · square[order[l, n]]``: (batch, L)."""
     batch, slices, tokens = order.shape
@@ -62,7 +63,7 @@ def _(square: Tensor, order: Tensor, mass: Tensor) -> Tensor:
     return square.new_empty(order.shape[:2])
 
 
-@torch.library.custom_op("espformer::norm_costs_backward", mutates_args=())
+@operator("norm_costs_backward")
 def norm_costs_backward(
     upstream: Tensor, square: Tensor, order: Tensor, mass: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -22,9 +22,10 @@ from espformer.ops.coupling import Coupling
 from espformer.ops.triton.column import width_gradient
 from espformer.ops.triton.gather import gather_sum
 from espformer.ops.triton.launch import Rows, SortedSlices
-from espformer.ops.triton.matching import inverse_then
+from espformer.ops.triton.matching import match
+from espformer.ops.triton.registration import operator
 
-SCRATCH_BYTES = 512 << 20
+SCRATCH_BYTES = 400 << 20
 
 Group = tuple[slice, slice]
 
@@ -101,40 +102,42 @@ class _Plan:
             return
         ranked = torch.empty_like(w, dtype=torch.float32)
         self.query.mix(Rows(w), states, self.final, "ranks", ranked)
-        out += gather_sum(ranked, inverse_then(self.query_order, None), weight, torch.float32)
+        out += gather_sum(ranked, match(self.query_order, None), weight, torch.float32)
 
     def backward(
         self, upstream: Tensor, weight: Tensor, out: Tensor, d_upstream: Tensor | None,
-        query_slope: Tensor, key_slope: Tensor, query_log: Tensor, key_log: Tensor,
-        first_log: Tensor, final_log: Tensor,
+        found: list[Tensor | None],
     ) -> None:  # fmt: skip
         """Adds dV of ``⟨upstream, weight · plan V⟩`` to `out`, and d`upstream` where asked for.
 
-        Writes slopes of queries and keys, and gradients of logarithms of the scales. Those do not
-        have the weight in them yet.
+        Writes to `found` the slopes of queries and keys, and gradients of logarithms of scales,
+        which do not have the weight in them yet. The two scales in the middle have the same
+        gradient unless a coupling stands between them.
         """
+        query_slope, key_slope, query_log, key_log, first_log, final_log = found
+        assert query_slope is not None
+        assert key_slope is not None
         ties = not self.query.complex
         w, w_states, y, x_states = self.middle(ties)
         if d_upstream is not None:
             self.finish(w, w_states, weight, d_upstream)
         g = Rows(upstream, self.query_order, self.final)
         g_states = self.query.states(g, ties)
-        align = None if self.final is None else final_log
         if self.coupling is None:  # OUT = query_scale · key_scale · κ_q g takes the place of W
             p, p_states = w, self.key.new_states(w, ties)
             self.query.grad(
                 Rows(w), g, w_states, g_states, query_slope, weight=weight, agree=query_log,
-                align=align, scale=self.query_scale * self.key_scale, to="ranks", out=p,
+                align=final_log, scale=self.query_scale * self.key_scale, to="ranks", out=p,
                 into=self.key, into_states=p_states,
             )  # fmt: skip
-            key_log.copy_(query_log)
             self.key.scan(p_states, ties)
         else:
             assert self.back is not None
+            assert key_log is not None
             d_rows = torch.empty_like(w)
             self.query.grad(
                 Rows(w), g, w_states, g_states, query_slope, weight=weight, agree=query_log,
-                align=align, scale=self.query_scale, to="ranks", out=d_rows,
+                align=final_log, scale=self.query_scale, to="ranks", out=d_rows,
             )  # fmt: skip
             dy = self.back(d_rows.float())
             torch.sum(dy * y.float(), -1, out=key_log)
@@ -143,14 +146,14 @@ class _Plan:
         ranked = torch.empty_like(p, dtype=torch.float32) if self.deterministic else out
         self.key.grad(
             self.tokens, Rows(p), x_states, p_states, key_slope, scale=self.first, weight=weight,
-            agree=None if self.first is None else first_log,
+            agree=first_log,
             to="ranks" if self.deterministic else "tokens", out=ranked, order=self.key_order,
         )  # fmt: skip
         if self.deterministic:
-            out += gather_sum(ranked, inverse_then(self.key_order, None), weight, torch.float32)
+            out += gather_sum(ranked, match(self.key_order, None), weight, torch.float32)
 
 
-@torch.library.custom_op("espformer::apply_plans", mutates_args=())
+@operator("apply_plans")
 def apply_plans(
     value: Tensor, weight: Tensor, query_values: Tensor, key_values: Tensor, query_order: Tensor,
     key_order: Tensor, inverse_width: Tensor, query_scale: Tensor, key_scale: Tensor,
@@ -176,7 +179,7 @@ def _(value: Tensor, weight: Tensor, query_values: Tensor, *_: Any) -> Tensor:
     return value.new_empty(value.shape[0], query_values.shape[-1], value.shape[-1])
 
 
-@torch.library.custom_op("espformer::cross_plans", mutates_args=())
+@operator("cross_plans")
 def cross_plans(
     query: Tensor, key: Tensor, query_values: Tensor, key_values: Tensor, query_order: Tensor,
     key_order: Tensor, inverse_width: Tensor, query_scale: Tensor, key_scale: Tensor,
@@ -203,7 +206,20 @@ def _(query: Tensor, key: Tensor, query_values: Tensor, *_: Any) -> Tensor:
     return query_values.new_empty(query_values.shape[:2])
 
 
-@torch.library.custom_op("espformer::plans_backward", mutates_args=())
+def _new_gradients(
+    query_values: Tensor, key_values: Tensor, rows: Tensor | None, first: Tensor | None,
+    final: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    """Room for slopes and logarithmic gradients; empty where there is nothing to differentiate."""
+    q, k, nothing = query_values, key_values, query_values.new_empty(0)
+    optional = ((rows, k), (first, k), (final, q))
+    return [torch.empty_like(x) for x in (q, k, q)] + [
+        torch.empty_like(x) if given is not None else torch.empty_like(nothing)
+        for given, x in optional
+    ]
+
+
+@operator("plans_backward")
 def plans_backward(
     upstream: Tensor, weight: Tensor, value: Tensor, query_values: Tensor, key_values: Tensor,
     query_order: Tensor, key_order: Tensor, inverse_width: Tensor, query_scale: Tensor,
@@ -212,14 +228,14 @@ def plans_backward(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of ``Σ_l weight_l ⟨upstream, plan_l V⟩``.
 
-    Returns dV, slopes of queries and keys, logarithmic gradients of query_scale, key_scale, first
-    and final (without the weight), and, if asked for, the gradient of `upstream` (else nothing).
+    Returns dV, slopes of queries and keys, logarithmic gradients of query_scale, key_scale (if it
+    differs), first and final (without the weight), and, if asked for, the gradient of `upstream`.
+    What does not exist is empty.
     """
     value, upstream, weight = value.contiguous(), upstream.contiguous(), weight.contiguous()
     d_value = torch.zeros_like(value, dtype=torch.float32)
     d_upstream = torch.zeros_like(upstream, dtype=torch.float32) if with_upstream else None
-    q, k = query_values, key_values
-    full = [torch.empty_like(x) for x in (q, k, q, k, k, q)]
+    full = _new_gradients(query_values, key_values, rows, first, final)
     for group in _groups(value, query_values, key_values):
         plan = _Plan(
             group, value, query_values, key_values, query_order, key_order, inverse_width,
@@ -228,7 +244,8 @@ def plans_backward(
         heads = group[0]
         plan.backward(
             upstream[heads], weight[group], d_value[heads],
-            None if d_upstream is None else d_upstream[heads], *(x[group] for x in full),
+            None if d_upstream is None else d_upstream[heads],
+            [x[group] if x.numel() else None for x in full],
         )  # fmt: skip
     end = value.new_empty(0) if d_upstream is None else d_upstream.to(upstream.dtype)
     return [d_value.to(value.dtype), *full, end]
@@ -236,12 +253,14 @@ def plans_backward(
 
 @plans_backward.register_fake
 def _(
-    upstream: Tensor, weight: Tensor, value: Tensor, query_values: Tensor,
-    key_values: Tensor, *others: Any,
+    upstream: Tensor, weight: Tensor, value: Tensor, query_values: Tensor, key_values: Tensor,
+    query_order: Tensor, key_order: Tensor, inverse_width: Tensor, query_scale: Tensor,
+    key_scale: Tensor, first: Tensor | None, final: Tensor | None, rows: Tensor | None,
+    columns: Tensor | None, weights: Tensor | None, metric: str, with_upstream: bool,
 ) -> list[Tensor]:  # fmt: skip
-    q, k = query_values, key_values
-    end = torch.empty_like(upstream) if others[-1] else value.new_empty(0)
-    return [torch.empty_like(x) for x in (value, q, k, q, k, k, q)] + [end]
+    end = torch.empty_like(upstream) if with_upstream else value.new_empty(0)
+    full = _new_gradients(query_values, key_values, rows, first, final)
+    return [torch.empty_like(value), *full, end]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -263,6 +282,7 @@ def _gradients(
     """Gradients of the plan, in the order of the operators' arguments."""
     query_values, key_values, _, _, width, query_scale, key_scale, first, final, *_ = plan
     query_slope, key_slope, query_log, key_log, first_log, final_log = found
+    key_log = key_log if key_log.numel() else query_log
     d_width = None
     if need_width:
         d_width = width_gradient(query_slope, query_values) + width_gradient(key_slope, key_values)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espformer.ops.autograd import refuse_double_backward
+from espformer.ops.triton.registration import operator
 
 MOST_TOKENS = 1 << 16
 IN_REGISTERS = 4096
@@ -84,6 +85,7 @@ def unrank_kernel(UPSTREAM, ORDER, DX, N, L, scale, BLOCK_N: tl.constexpr, BLOCK
         tl.store(to, x.to(DX.dtype.element_ty), mask=inside)
 
 
+@operator("unrank")
 def unrank(upstream: Tensor, order: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """``dx[order[l, n], l] = scale · upstream[l, n]``: (batch, N, L)."""
     batch, slices, tokens = order.shape
@@ -94,7 +96,12 @@ def unrank(upstream: Tensor, order: Tensor, scale: float, dtype: torch.dtype) ->
     return dx
 
 
-@torch.library.custom_op("espformer::rank_halves", mutates_args=())
+@unrank.register_fake
+def _(upstream: Tensor, order: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    return upstream.mT.to(dtype).contiguous()
+
+
+@operator("rank_halves")
 def rank_halves(x: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Sorts every column of (batch, N, L) 16-bit floats.
 

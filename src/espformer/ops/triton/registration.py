@@ -1,0 +1,56 @@
+"""Operators that are registered with torch, and cost a plain call where nobody looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class Operator:
+    """A torch custom operator that eager code calls without the dispatcher.
+
+    Compilers, exporters, fake and wrapped tensors meet ``torch.ops.espformer.<name>``, with its
+    fake and autograd rules. Ordinary tensors go straight to the function, through an autograd
+    function if a gradient is wanted: an attention call makes half a dozen operators, and the
+    dispatcher's way through Python would take longer than the kernels of a small problem.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.custom = torch.library.custom_op(name, function, mutates_args=())
+        self.with_gradient: Any = None
+        self.__doc__ = function.__doc__
+
+    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
+        self.custom.register_fake(fake)
+        return fake
+
+    def register_autograd(
+        self, backward: Callable[..., Any], *, setup_context: Callable[..., None]
+    ) -> None:
+        self.custom.register_autograd(backward, setup_context=setup_context)
+        members = {
+            "forward": staticmethod(self.function),
+            "backward": staticmethod(backward),
+            "setup_context": staticmethod(setup_context),
+        }
+        self.with_gradient = type("Function", (torch.autograd.Function,), members)
+
+    def __call__(self, *args: Any) -> Any:
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        if torch.compiler.is_compiling() or any(type(x) not in PLAIN for x in tensors):
+            return self.custom(*args)
+        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if wanted and self.with_gradient is not None:
+            return self.with_gradient.apply(*args)
+        return self.function(*args)
+
+
+def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
+    """Decorates a function of tensors, numbers and strings as ``espformer::<name>``."""
+    return lambda function: Operator(f"espformer::{name}", function)

@@ -1,0 +1,89 @@
+"""The fused operators as torch sees them: schemas, fakes, autograd, compilation."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import espformer
+from espformer.ops.triton import launch, matching, norms, operators, ranking
+from espformer.ops.triton.column import sorted_column
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        monkeypatch.setattr(launch, "CHUNK", {2: 4, 4: 4})
+        monkeypatch.setattr(launch, "AHEAD", 2)
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE)
+
+
+def plan(tokens: int = 6) -> tuple[Any, ...]:
+    """The arguments of a plan of two slices, after the rows."""
+    sides = [numbers(1, 2, tokens).sort(-1) for _ in range(2)]
+    values = [side.values.requires_grad_() for side in sides]
+    orders = [side.indices.int() for side in sides]
+    width = torch.full((1,), 5.0, device=DEVICE, requires_grad=True)
+    scales = [torch.rand(1, 2, tokens, device=DEVICE).requires_grad_() for _ in range(2)]
+    return (*values, *orders, width, *scales, None, None, None, None, None, "absolute")
+
+
+@pytest.mark.parametrize("name", ["apply_plans", "cross_plans", "sorted_column", "norm_costs"])
+def test_soft_operators(name: str) -> None:
+    rows = numbers(1, 6, 4).requires_grad_()
+    values, _, order, _, width, scale, *_ = plan()
+    calls = {
+        "apply_plans": (operators.apply_plans, (rows, torch.rand(1, 2, device=DEVICE), *plan())),
+        "cross_plans": (operators.cross_plans, (rows, numbers(1, 6, 4), *plan())),
+        "sorted_column": (sorted_column, (scale, values, width, "absolute", True)),
+        "norm_costs": (norms.norm_costs, (torch.rand(1, 6, device=DEVICE), order, scale)),
+    }
+    operator, arguments = calls[name]
+    torch.library.opcheck(operator.custom, arguments, test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("name", ["match", "apply_matching", "cross_matching", "rank_halves"])
+def test_hard_operators(name: str) -> None:
+    order = numbers(1, 2, 6).argsort(-1).int()
+    rows, weight = numbers(1, 6, 4).requires_grad_(), torch.rand(1, 2, device=DEVICE)
+    half = numbers(1, 6, 2).bfloat16().requires_grad_()
+    calls = {
+        "match": (matching.match, (order, order.flip(-1).contiguous())),
+        "apply_matching": (matching.apply_matching, (rows, weight, order)),
+        "cross_matching": (matching.cross_matching, (rows, numbers(1, 6, 4), order)),
+        "rank_halves": (ranking.rank_halves, (half, None, 0.5)),
+    }
+    operator, arguments = calls[name]
+    torch.library.opcheck(operator.custom, arguments, test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
+def test_compiles_without_graph_breaks(hard: bool) -> None:
+    """Forward and backward of the compiled function are those of the plain one."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return espformer.esp_attention(
+            query, key, value, hard=hard, inverse_temperature=1.0, backend="triton"
+        )
+
+    leaves = [numbers(1, 2, 6, 4).requires_grad_() for _ in range(3)]
+    upstream = numbers(1, 2, 6, 4)
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+    compiled = torch.compile(attention, fullgraph=True, backend=backend)
+    found, expected = compiled(*leaves), attention(*leaves)
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(
+        torch.autograd.grad(found, leaves, upstream),
+        torch.autograd.grad(expected, leaves, upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
