@@ -147,8 +147,9 @@ def test_paired_comparison_against_scipy():
     [
         ((1.0, 1.1, 0.9), None, "held"),
         ((-1.0, -1.1, -0.9), None, "did not hold, the opposite is true here"),
-        ((1.0, -0.5, 0.6), None, "not decided, leaning that way"),
-        ((-1.0, 0.5, -0.6), None, "not seen here"),
+        ((1.0, 0.2, 0.6), None, "not decided, leaning that way"),
+        ((-1.0, -0.2, -0.6), None, "not decided, leaning the other way"),
+        ((1.0, -0.5, 0.6), None, "no difference seen"),
         ((0.1, 0.0, -0.1), 0.5, "held"),
         ((-2.0, -2.1, -1.9), 0.5, "did not hold"),
         ((-2.0, 1.0, 0.5), 0.5, "not decided"),

@@ -229,7 +229,9 @@ def verdict(claim: Claim, found: Comparison) -> str:
         return "not decided"
     if found.p < 0.05:
         return "held" if found.mean > 0 else "did not hold, the opposite is true here"
-    return "not decided, leaning that way" if found.mean > 0 else "not seen here"
+    if found.p < 0.2:
+        return f"not decided, leaning {'that' if found.mean > 0 else 'the other'} way"
+    return "no difference seen"
 
 
 def student_two_sided(t: float, freedom: int) -> float:

@@ -142,7 +142,8 @@ def _behind(results: list[Result]) -> list[str]:
     note = [
         "Mean distances of row and column sums from one, and entropy of a row over that of a",
         "uniform one, on four test examples after the last epoch; differential attention is no",
-        "distribution and has none. Examples per second are those of training steps alone.",
+        "distribution and has none. Examples per second are those of training steps alone, of runs",
+        "that may have shared the machine with others.",
     ]
     return [*_grid(lines), *note, ""]
 
