@@ -44,9 +44,9 @@ def _draw(axes: Axes, matrix: Tensor) -> None:
     """A matrix with bars for its sums: rows at the right, columns below; a tick stands at one."""
     low, high = float(matrix.min()), max(float(matrix.max()), 1e-12)
     if low < -1e-6:
-        axes.imshow(matrix, cmap="RdBu", norm=TwoSlopeNorm(0, vmin=-high, vmax=high))
+        axes.imshow(matrix.numpy(), cmap="RdBu", norm=TwoSlopeNorm(0, vmin=-high, vmax=high))
     else:
-        axes.imshow(matrix, cmap=WEIGHTS, norm=PowerNorm(0.5, vmin=0, vmax=high))
+        axes.imshow(matrix.numpy(), cmap=WEIGHTS, norm=PowerNorm(0.5, vmin=0, vmax=high))
     axes.set(xticks=[], yticks=[])
     axes.spines[:].set_visible(True)
     rows, columns = matrix.sum(-1).tolist(), matrix.sum(-2).tolist()
