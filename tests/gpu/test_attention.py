@@ -57,6 +57,20 @@ def test_widths(width: int) -> None:
     assert max(errors.values()) <= TOLERANCE[torch.bfloat16], errors
 
 
+@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
+def test_more_heads_than_a_grid_is_high(hard: bool) -> None:
+    """65,535 programs fit along the second axis of a grid, any number along the first."""
+    x = torch.randn(1100, 64, 3, 16, device="cuda").to(torch.bfloat16).requires_grad_()
+    out = espformer.esp_attention(x, x, x, hard=hard, inverse_temperature=1.0)
+    out.sum().backward()
+    last = x[-1:].detach().requires_grad_()
+    alone = espformer.esp_attention(last, last, last, hard=hard, inverse_temperature=1.0)
+    alone.sum().backward()
+    torch.testing.assert_close(out[-1:], alone)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad[-1:], last.grad)
+
+
 def test_long_sequences() -> None:
     errors = relative_errors(torch.bfloat16, 20_000, 20_000, 16, "linear")
     assert max(errors.values()) <= TOLERANCE[torch.bfloat16], errors

@@ -22,8 +22,8 @@ from espformer.ops.triton.registration import operator
 @triton.jit
 def match_kernel(FROM, TO, OUT, N, BLOCK: tl.constexpr):
     """``out[from_n] = to_n``; TO None is the identity."""
-    row = tl.program_id(1).to(tl.int64) * N
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64) * N
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     to = n if TO is None else tl.load(TO + row + n, mask=n < N, other=0)
     tl.store(OUT + row + tl.load(FROM + row + n, mask=n < N, other=0), to, mask=n < N)
 
@@ -37,7 +37,7 @@ def match(order: Tensor, to: Tensor | None) -> Tensor:
     out = torch.empty_like(order)
     tokens = order.shape[-1]
     block = min(1024, triton.next_power_of_2(tokens))
-    grid = (triton.cdiv(tokens, block), order.numel() // tokens)
+    grid = (order.numel() // tokens, triton.cdiv(tokens, block))
     match_kernel[grid](order, to, out, tokens, BLOCK=block)
     return out
 

@@ -32,8 +32,8 @@ def norm_grad_kernel(
     UPSTREAM, SQUARE, ORDER, MASS, D_SQUARE, D_MASS, N, L, ATOMIC: tl.constexpr, BLOCK: tl.constexpr
 ):
     """``d_mass_n = upstream · square[order_n]``; mass_n · upstream by slice or added by token."""
-    pair = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    pair = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < N
     upstream = tl.load(UPSTREAM + pair)
     token = tl.load(ORDER + pair * N + n, mask=inside, other=0)
@@ -73,7 +73,7 @@ def norm_costs_backward(
     d_square = square.new_zeros(batch, tokens) if atomic else torch.empty_like(mass)
     d_mass = torch.empty_like(mass)
     block = min(1024, triton.next_power_of_2(tokens))
-    norm_grad_kernel[(triton.cdiv(tokens, block), batch * slices)](
+    norm_grad_kernel[(batch * slices, triton.cdiv(tokens, block))](
         upstream.contiguous(), square.contiguous(), order, mass.contiguous(), d_square, d_mass,
         tokens, slices, ATOMIC=atomic, BLOCK=block,
     )  # fmt: skip

@@ -27,8 +27,8 @@ def pack_kernel(
     X, MASK, OUT, N, D, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """(batch, N, D) floats to (batch, D, N) words."""
-    batch = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    batch = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     inside = (n[:, None] < N) & (d[None, :] < D)
     at = (batch * N + n[:, None]) * D + d[None, :]
@@ -48,8 +48,8 @@ def unpack_kernel(
     SORT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Words to numbers and tokens, sorted before if SORT; padding repeats the last true number."""
-    row = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     word = tl.load(WORDS + row * N + n, mask=n < N, other=0x7FFFFFFF)
     if SORT:
         word = tl.sort(word)
@@ -73,8 +73,8 @@ def unpack_kernel(
 @triton.jit
 def unrank_kernel(UPSTREAM, ORDER, DX, N, L, scale, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
     """(batch, L, N) gradients by rank to (batch, N, L) gradients by token."""
-    batch = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    batch = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     for start in range(0, L, BLOCK_L):
         l = start + tl.arange(0, BLOCK_L)
         inside = (l[:, None] < L) & (n[None, :] < N)
@@ -90,7 +90,7 @@ def unrank(upstream: Tensor, order: Tensor, scale: float, dtype: torch.dtype) ->
     """``dx[order[l, n], l] = scale · upstream[l, n]``: (batch, N, L)."""
     batch, slices, tokens = order.shape
     dx = torch.empty(batch, tokens, slices, device=order.device, dtype=dtype)
-    unrank_kernel[(triton.cdiv(tokens, 128), batch)](
+    unrank_kernel[(batch, triton.cdiv(tokens, 128))](
         upstream.contiguous(), order, dx, tokens, slices, scale, BLOCK_N=128, BLOCK_L=16
     )
     return dx
@@ -115,7 +115,7 @@ def rank_halves(x: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, T
     block_n = max(1, min(64, 8192 // block_d))
     bytes_ = None if mask is None else mask.view(torch.uint8)
     lengths = None if mask is None else mask.sum(-1, dtype=torch.int32)
-    pack_kernel[(triton.cdiv(tokens, block_n), batch)](
+    pack_kernel[(batch, triton.cdiv(tokens, block_n))](
         x, bytes_, words, tokens, slices, MASKED=mask is not None, BLOCK_N=block_n, BLOCK_D=block_d
     )
     alone = tokens <= IN_REGISTERS
@@ -125,7 +125,7 @@ def rank_halves(x: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, T
     order = torch.empty_like(words)
     half = tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16
     block = triton.next_power_of_2(tokens) if alone else 1024
-    unpack_kernel[(triton.cdiv(tokens, block), batch * slices)](
+    unpack_kernel[(batch * slices, triton.cdiv(tokens, block))](
         words, lengths, values, order, tokens, slices, scale, HALF=half, MASKED=mask is not None,
         SORT=alone, BLOCK_N=block, num_warps=max(1, block // 1024) if alone else 4,
     )  # fmt: skip
