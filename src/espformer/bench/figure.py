@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,18 +20,23 @@ _MARKERS = ("o", "s", "^", "D", "v")
 def draw(stem: Path, rows: Sequence[Measurement], stated: Mapping[str, str]) -> list[Path]:
     """``stem.png`` and ``stem.svg``: a panel for each mode; only rows that are right are drawn.
 
-    Fused kernels have solid lines, everything else dashed ones.
+    Fused kernels have solid lines, everything else dashed ones. Only rows with the most common
+    number of heads can be compared; where those have fewer than two lengths there is no figure.
     """
-    modes = [mode for mode in MODES if any(row.ok and row.case.mode == mode for row in rows)]
-    names = list(dict.fromkeys((row.case.operator, row.case.backend) for row in rows if row.ok))
-    most = max((row.case.heads for row in rows), default=1)
+    counts = Counter(row.case.heads for row in rows if row.ok)
+    most = max(counts, key=lambda heads: (counts[heads], heads), default=1)
+    drawn = [row for row in rows if row.ok and row.case.heads == most]
+    if len({row.case.tokens for row in drawn}) < 2:
+        return []
+    modes = [mode for mode in MODES if any(row.case.mode == mode for row in drawn)]
+    names = list(dict.fromkeys((row.case.operator, row.case.backend) for row in drawn))
     with figure_style():
         figure = Figure(figsize=(4.6 * len(modes) + 1.9, 4.6), layout="constrained")
         panels = figure.subplots(1, len(modes), squeeze=False, sharey=True)[0]
         for axes, mode in zip(panels, modes, strict=True):
             lines = defaultdict(list)
-            for row in rows:
-                if row.ok and row.case.mode == mode and row.case.heads == most:
+            for row in drawn:
+                if row.case.mode == mode:
                     lines[row.case.operator, row.case.backend].append(row)
             for name, found in lines.items():
                 index = names.index(name)
