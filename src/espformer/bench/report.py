@@ -67,7 +67,8 @@ def verdict_cells(verdict: Verdict) -> list[str]:
             return ""
         if math.isinf(value):
             return "runs" if sign else "never"
-        return f"{sign}{sign and ' '}{value:,.4g} {must.unit}"
+        digits = f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:,.4g}"
+        return f"{sign}{sign and ' '}{digits} {must.unit}"
 
     return [
         must.title, amount(verdict.value), amount(verdict.graph_value), amount(must.must, limit),

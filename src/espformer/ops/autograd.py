@@ -41,10 +41,12 @@ def refuse_double_backward(name: str, instead: str = "dense") -> Callable[[Backw
         def wrapped(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
             with torch.no_grad():
                 results = backward(ctx, *grads)
+            if not torch.is_grad_enabled():
+                return results  # saved tensors may be looked at once only: they are recomputed
             # With create_graph=True the gradients look like constants: tie them to what they
             # depend on, so that nobody takes a second derivative for zero.
             causes = [x for x in (*ctx.saved_tensors, *grads) if x is not None and x.requires_grad]
-            if not (torch.is_grad_enabled() and causes):
+            if not causes:
                 return results
             found = [x for x in results if x is not None]
             marked = iter(_Refusal.apply(name, instead, len(found), *found, *causes))

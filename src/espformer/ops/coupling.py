@@ -54,7 +54,7 @@ def couple(
     - ``"identity"``: the rectangular identity of the paper's tables: rank i meets rank i, and the
       surplus of the longer side meets nobody.
     """
-    n, m = n.unsqueeze(-1), m.unsqueeze(-1)  # (batch, 1)
+    n, m = n.long().unsqueeze(-1), m.long().unsqueeze(-1)  # (batch, 1); n·m may need 64 bits
     if name == "identity":
         rank = torch.arange(min(rows, columns), device=n.device).expand(n.shape[0], -1)
         return Coupling(rank, rank, (rank < torch.minimum(n, m)).to(dtype), rows)

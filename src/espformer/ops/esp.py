@@ -295,6 +295,7 @@ def _by_slice_groups(
     batch, slices = sliced[0].shape[:2]
     # A graph that is exported serves batches and lengths of all sizes: it cannot depend on them.
     size = slices if is_exporting() else max(1, GROUP_ELEMENTS // max(1, batch * width))
+    size = -(-slices // -(-slices // size))  # as many groups, of nearly equal sizes
     groups = [slice(i, min(i + size, slices)) for i in range(0, slices, size)]
     if len(groups) == 1:
         return fn(groups[0], *shared, *sliced, inverse_width)

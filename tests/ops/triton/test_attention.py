@@ -88,6 +88,34 @@ def test_cross_attention(coupling: str, masked: bool) -> None:
     compare(6, 11, torch.float32, 2e-5, masked=masked, coupling=coupling, inverse_temperature=1.0)
 
 
+@pytest.mark.parametrize("options", OPTIONS[:2] + OPTIONS[-1:])
+def test_padded_half_precision(options: dict[str, Any]) -> None:
+    """float16, whose tokens are sorted as packed words; also with a mask that is a strided view."""
+    compare(11, 11, torch.float16, 5e-3, masked=True, **options)
+    compare(9, 9, torch.float16, 5e-3, batch=1, heads=3, masked=True, **options)
+
+
+def test_half_precision_with_more_keys() -> None:
+    compare(6, 11, torch.float16, 5e-3, masked=True)
+
+
+@pytest.mark.parametrize("t", [1e-37, float("inf")], ids=["none", "infinite"])
+def test_extreme_temperatures(t: float) -> None:
+    query, key, value = torch.randn(3, 1, 1, 6, 4, device=DEVICE).unbind()
+    expected = espformer.esp_attention(query, key, value, sort_temperature=t, backend="dense")
+    found = espformer.esp_attention(query, key, value, sort_temperature=t, backend="triton")
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
+def test_transposed_tokens(hard: bool) -> None:
+    """Heads split off a wide matrix: (batch, tokens, heads, width) seen as (batch, heads, ...)."""
+    split = [torch.randn(1, 6, 2, 4, device=DEVICE).transpose(1, 2) for _ in range(3)]
+    found = espformer.esp_attention(*split, hard=hard, backend="triton")
+    expected = espformer.esp_attention(*split, hard=hard, backend="linear")
+    torch.testing.assert_close(found, expected)
+
+
 def test_one_token() -> None:
     compare(1, 1, torch.float32, 2e-5)
 

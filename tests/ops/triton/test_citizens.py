@@ -37,6 +37,17 @@ def plan(tokens: int = 6) -> tuple[Any, ...]:
     return (*values, *orders, width, *scales, None, None, None, None, None, "absolute")
 
 
+def strided(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same numbers, every matrix with the strides of its transpose."""
+
+    def turned(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.dim() < 2:
+            return x
+        return x.detach().mT.contiguous().mT.requires_grad_(x.requires_grad)
+
+    return tuple(turned(x) for x in arguments)
+
+
 @pytest.mark.parametrize("name", ["apply_plans", "cross_plans", "sorted_column", "norm_costs"])
 def test_soft_operators(name: str) -> None:
     rows = numbers(1, 6, 4).requires_grad_()
@@ -49,6 +60,7 @@ def test_soft_operators(name: str) -> None:
     }
     operator, arguments = calls[name]
     torch.library.opcheck(operator.custom, arguments, test_utils=CHECKS)
+    torch.library.opcheck(operator.custom, strided(arguments), test_utils=CHECKS)
 
 
 @pytest.mark.parametrize("name", ["match", "apply_matching", "cross_matching", "rank_halves"])
@@ -64,6 +76,7 @@ def test_hard_operators(name: str) -> None:
     }
     operator, arguments = calls[name]
     torch.library.opcheck(operator.custom, arguments, test_utils=CHECKS)
+    torch.library.opcheck(operator.custom, strided(arguments), test_utils=CHECKS)
 
 
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])

@@ -162,13 +162,15 @@ def test_registered_operators() -> None:
     query, key, value = (tokens(2, 5, 4).requires_grad_() for _ in range(3))
     mask = some(2, 5)
     for masks in ((None, None), (mask, mask)):
-        torch.library.opcheck(operators.sinkhorn_forward, (query, key, value, *masks, 0.5, 3))
+        torch.library.opcheck(
+            operators.sinkhorn_forward.custom, (query, key, value, *masks, 0.5, 3)
+        )
     out, f, g = (
         x.detach() for x in operators.sinkhorn_forward(query, key, value, None, None, 0.5, 2)
     )
     arguments = [x.detach() for x in (torch.ones_like(out), query, key, value)]
     torch.library.opcheck(
-        operators.sinkhorn_backward, (*arguments, None, None, out, f, g, 0.5, 2),
+        operators.sinkhorn_backward.custom, (*arguments, None, None, out, f, g, 0.5, 2),
         test_utils=("test_schema", "test_faketensor"),
     )  # fmt: skip
 

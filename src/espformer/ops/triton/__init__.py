@@ -13,13 +13,12 @@ from espformer.ops.triton.column import sorted_column
 from espformer.ops.triton.norms import norm_costs
 from espformer.ops.triton.ranking import MOST_TOKENS, rank_halves
 
+MOST_WIDTH = 256
+
 
 def attend(problem: Problem, value: Tensor) -> Tensor:
     """``N · G V``: (batch, N, d) in the dtype of `value`."""
-    matched = esp.same_lengths(problem)
-    if problem.dtype == torch.float64 or (
-        problem.hard and (not matched or problem.ties != "stable")
-    ):
+    if not _supported(problem, value):
         return esp.attend(problem, value)
     queries = _rank(problem, problem.query, problem.query_mask, 0)
     keys = _rank(problem, problem.key, problem.key_mask, 1)
@@ -27,6 +26,16 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
     return (
         out if problem.query_mask is None else out.masked_fill(~problem.query_mask.unsqueeze(-1), 0)
     )
+
+
+def _supported(problem: Problem, value: Tensor) -> bool:
+    """Whether kernels exist: no float64, no wide heads, no offset that needs more than 32 bits."""
+    operands = (problem.query, problem.key, value)
+    if any(x.element_size() > 4 or x.shape[-1] > MOST_WIDTH for x in operands):
+        return False
+    if any(x[0].numel() >= 1 << 31 for x in operands if x.shape[0]):
+        return False
+    return not problem.hard or (esp.same_lengths(problem) and problem.ties == "stable")
 
 
 def plan(problem: Problem) -> Tensor:
@@ -38,11 +47,11 @@ def plan(problem: Problem) -> Tensor:
 
 
 def _rank(problem: Problem, tokens: Tensor, mask: Tensor | None, side: int) -> esp.Ranking:
-    """Sorted projections with the order in int32; `ranks` is not needed and left empty."""
+    """Sorted projections with the order in int32, and no `ranks`: nothing here needs them."""
     halves = tokens.dtype in (torch.bfloat16, torch.float16) and problem.scale > 0
     if problem.slices is None and halves and tokens.shape[-2] <= MOST_TOKENS:
         values, order = rank_halves(tokens, mask, problem.scale)
-        lengths = order.new_full((order.shape[0],), order.shape[-1])
+        lengths = torch.full((order.shape[0],), order.shape[-1], device=order.device)
         valid = None
         if mask is not None:
             lengths = mask.sum(-1)
@@ -77,7 +86,8 @@ def _hard(problem: Problem, value: Tensor, queries: esp.Ranking, keys: esp.Ranki
 
 
 def _soft(problem: Problem, value: Tensor, queries: esp.Ranking, keys: esp.Ranking) -> Tensor:
-    width = problem.inverse_width().expand(value.shape[0]).contiguous()
+    # Beyond any meaning, but finite: infinity times the distance of equal numbers is no number.
+    width = problem.inverse_width().clamp(max=1e30).expand(value.shape[0]).contiguous()
     coupling = None
     if not esp.same_lengths(problem):
         coupling = couple(

@@ -33,7 +33,9 @@ STATE_ROWS = tl.constexpr(16)  # the least that a matrix product on the tensor c
 LOG2E = tl.constexpr(1.4426950408889634)
 QUARTER = tl.constexpr(1.5707963267948966)
 
-if os.environ.get("TRITON_INTERPRET") == "1":  # the interpreter knows neither libdevice nor PTX
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if INTERPRETED:  # the interpreter knows neither libdevice nor PTX
 
     @triton.jit
     def fast_cosine(angle):
@@ -188,8 +190,17 @@ def reach(s, first, last, inverse_width):
 
 
 @triton.jit
+def entry(TABLE: tl.constexpr, WHICH: tl.constexpr, r, ROWS: tl.constexpr):
+    """One of the eight numbers that the table has for each state row r."""
+    found = tl.zeros_like(r).to(tl.float32)
+    for i in tl.static_range(ROWS):
+        found = tl.where(r == i, TABLE[8 * i + WHICH], found)
+    return found
+
+
+@triton.jit
 def waves(
-    TABLE, s, first, last, inverse_width,
+    TABLE: tl.constexpr, s, first, last, inverse_width,
     KIND: tl.constexpr, COMPLEX: tl.constexpr, TIES: tl.constexpr, ROWS: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -198,20 +209,20 @@ def waves(
     "in": the share of a rank in the sums that its chunk hands on, measured at the chunk's far end;
     "out": the share of a state in κx at a rank; "slope": its share in κ'x.
 
-    With complex poles an entry is ``size · exp(-Re p · x) · cos(phase - Im p · x)``; TABLE has the
-    rows Re p, Im p, and size and phase of each kind.
+    With complex poles it is ``size · exp(-Re p · x) · cos(phase - Im p · x)``; TABLE has for every
+    state row Re p, Im p, and size and phase of each kind.
     """
     r = tl.arange(0, STATE_ROWS)[None, :]
     if COMPLEX:
-        row: tl.constexpr = 2 if KIND == "in" else (4 if KIND == "out" else 6)
+        which: tl.constexpr = 2 if KIND == "in" else (4 if KIND == "out" else 6)
         half: tl.constexpr = ROWS // 2
         to_first = ((s - first) * inverse_width)[:, None]
         to_last = ((last - s) * inverse_width)[:, None]
         x = tl.where((r < half) == (KIND == "in"), to_last, to_first)
         x = tl.minimum(x, 40.0)  # exp(-40 Re p) is zero, and the angle stays small
-        angle = tl.load(TABLE + (row + 1) * STATE_ROWS + r) - tl.load(TABLE + STATE_ROWS + r) * x
-        size = tl.load(TABLE + row * STATE_ROWS + r)
-        return size * exp2(tl.load(TABLE + r) * (x * -LOG2E)) * cosine(angle, EXACT)
+        angle = entry(TABLE, which + 1, r, ROWS) - entry(TABLE, 1, r, ROWS) * x
+        size = entry(TABLE, which, r, ROWS) * exp2(entry(TABLE, 0, r, ROWS) * (x * -LOG2E))
+        return size * cosine(angle, EXACT)
     near_left, near_right = reach(s, first, last, inverse_width)
     if KIND == "in":  # measured at the other end, to be handed on
         left, right = near_right, near_left
@@ -256,8 +267,6 @@ def on_states(x, states, COMPLEX: tl.constexpr):
     states = tl.trans(states)
     if x.dtype == tl.float32:
         far = tl.dot(x, states, input_precision="tf32x3")
-    elif x.dtype == tl.float16:  # sums over many ranks overflow there
-        far = tl.dot(x.to(tl.float32), states, input_precision="tf32")
     else:
         rounded = states.to(x.dtype)
         far = tl.dot(x, rounded)
@@ -268,7 +277,7 @@ def on_states(x, states, COMPLEX: tl.constexpr):
 
 @triton.jit
 def from_states(
-    TABLE, states, y, s, first, last, inverse_width,
+    TABLE: tl.constexpr, states, y, s, first, last, inverse_width,
     COMPLEX: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Adds to y what other chunks contribute to κx; `states` as :func:`load_sides` gives them."""
@@ -312,7 +321,7 @@ def store_states(STATES, chunk, states, d, D: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def hand_on(
-    STATES, TABLE, s, first, last, chunk, x, inverse_width, d, D: tl.constexpr,
+    STATES, TABLE: tl.constexpr, s, first, last, chunk, x, inverse_width, d, D: tl.constexpr,
     COMPLEX: tl.constexpr, TIES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Stores the sums over rows x of a chunk that other chunks will need."""
@@ -324,7 +333,8 @@ def hand_on(
 
 @triton.jit
 def inflow_kernel(
-    X, ORDER, X_SCALE, S, TABLE, INVERSE_WIDTH, STATES, N, HEADS, L, CHUNKS, D: tl.constexpr,
+    X, ORDER, X_SCALE, S, TABLE: tl.constexpr, INVERSE_WIDTH, STATES, N, HEADS, L, CHUNKS,
+    D: tl.constexpr,
     COMPLEX: tl.constexpr, TIES: tl.constexpr, ROWS: tl.constexpr,
     GATHER: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_D: tl.constexpr, C: tl.constexpr,
@@ -347,17 +357,17 @@ def inflow_kernel(
 
 
 @triton.jit
-def turn(TABLE, x, r, EXACT: tl.constexpr):
+def turn(TABLE: tl.constexpr, x, r, ROWS: tl.constexpr, EXACT: tl.constexpr):
     """``exp(-p x)`` of the pole of state row r, real and imaginary part."""
     x = tl.minimum(x, 40.0)
-    size = exp2(tl.load(TABLE + r) * (x * -LOG2E))
-    angle = tl.load(TABLE + STATE_ROWS + r) * x
+    size = exp2(entry(TABLE, 0, r, ROWS) * (x * -LOG2E))
+    angle = entry(TABLE, 1, r, ROWS) * x
     return size * cosine(angle, EXACT), size * cosine(angle + QUARTER, EXACT)
 
 
 @triton.jit
 def scan_kernel(
-    S, TABLE, INVERSE_WIDTH, STATES, N, L, CHUNKS, D: tl.constexpr,
+    S, TABLE: tl.constexpr, INVERSE_WIDTH, STATES, N, L, CHUNKS, D: tl.constexpr,
     COMPLEX: tl.constexpr, TIES: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
     EXACT: tl.constexpr,
@@ -408,8 +418,8 @@ def scan_kernel(
             if COMPLEX:
                 tl.store(STATES + at + beside, state_im, mask=mask)
                 own, own_im = owns[2 * u], owns[2 * u + 1]
-                re, im = turn(TABLE, across, row[:, None], EXACT)
-                s_re, s_im = turn(TABLE, step, row[:, None], EXACT)
+                re, im = turn(TABLE, across, row[:, None], ROWS, EXACT)
+                s_re, s_im = turn(TABLE, step, row[:, None], ROWS, EXACT)
                 moved = re * state - im * state_im + s_re * own - s_im * own_im
                 state_im = re * state_im + im * state + s_re * own_im + s_im * own
                 state = moved

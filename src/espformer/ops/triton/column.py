@@ -51,11 +51,13 @@ def last_of(x, n, BACK: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def gaps(S, n, N, BACK: tl.constexpr):
-    """Distance to the rank before, in the direction of the walk; huge where there is none."""
+    """Distance to the rank before, in the direction of the walk, and whether there is one."""
     here = tl.load(S + tl.minimum(n, N - 1))
     if BACK:
-        return tl.where(n < N - 1, tl.load(S + tl.minimum(n + 1, N - 1)) - here, float("inf"))
-    return tl.where((n > 0) & (n < N), here - tl.load(S + tl.maximum(n - 1, 0)), float("inf"))
+        gap, linked = tl.load(S + tl.minimum(n + 1, N - 1)) - here, n < N - 1
+    else:
+        gap, linked = here - tl.load(S + tl.minimum(tl.maximum(n - 1, 0), N - 1)), (n > 0) & (n < N)
+    return gap, linked
 
 
 @triton.jit
@@ -76,7 +78,7 @@ def walk(
         n = block * BLOCK + i
         inside = n < N
         x = tl.load(X + n, mask=inside, other=0.0)
-        gap = gaps(S, n, N, BACK)
+        gap, linked = gaps(S, n, N, BACK)
         scaled = gap * inverse_width
         y = -x if BACK else tl.zeros_like(x)
         z = tl.zeros((BLOCK,), tl.float32)
@@ -88,7 +90,7 @@ def walk(
                 p_re = TABLE[4 * r + 2]
                 p_im = TABLE[4 * r + 3]
                 capped = tl.minimum(scaled, 40.0)
-                size = tl.where(scaled > 40.0, 0.0, tl.exp(-p_re * capped))
+                size = tl.where(linked & (scaled <= 40.0), tl.exp(-p_re * capped), 0.0)
                 a_re = size * cosine(p_im * capped, EXACT)
                 a_im = size * cosine(p_im * capped + 1.5707963267948966, EXACT)
                 d_re, d_im, f_re, f_im = tl.associative_scan(
@@ -109,12 +111,14 @@ def walk(
                     v_im = w_re * p_im + w_im * p_re
                     z += v_re * f_re - v_im * f_im
         else:
-            d, f = tl.associative_scan((tl.exp(-scaled), x), 0, real_pair, reverse=BACK)
+            d, f = tl.associative_scan(
+                (tl.where(linked, tl.exp(-scaled), 0.0), x), 0, real_pair, reverse=BACK
+            )
             f += d * state[0]
             new_state = new_state + (last_of(f, i, BACK, BLOCK), state[1])
             y += f
             if SLOPE:
-                same = tl.where(gap == 0.0, 1.0, 0.0)
+                same = tl.where(linked & (gap == 0.0), 1.0, 0.0)
                 d, tied = tl.associative_scan((same, x), 0, real_pair, reverse=BACK)
                 tied += d * tied_state
                 tied_state = last_of(tied, i, BACK, BLOCK)
@@ -200,14 +204,14 @@ def sorted_column(
     """κ x for one column per slice, (batch, L, N); `exact` where rows are float32."""
     y = torch.empty_like(values)
     column_kernel[(values.shape[0] * values.shape[1],)](
-        x.contiguous(), values, inverse_width, y, **_config(values, metric, exact)
+        x, values, inverse_width, y, **_config(values, metric, exact)
     )
     return y
 
 
 @sorted_column.register_fake
 def _(x: Tensor, values: Tensor, inverse_width: Tensor, metric: str, exact: bool) -> Tensor:
-    return torch.empty_like(values)
+    return values.new_empty(values.shape)
 
 
 @operator("sorted_column_backward")
@@ -217,7 +221,7 @@ def sorted_column_backward(
     """κ P and the slope in the values."""
     dx, slope, *scratch = (torch.empty_like(values) for _ in range(5))
     column_grad_kernel[(values.shape[0] * values.shape[1],)](
-        x.contiguous(), upstream.contiguous(), values, inverse_width, dx, slope, *scratch,
+        x, upstream, values, inverse_width, dx, slope, *scratch,
         **_config(values, metric, exact),
     )  # fmt: skip
     return dx, slope
@@ -225,7 +229,7 @@ def sorted_column_backward(
 
 @sorted_column_backward.register_fake
 def _(upstream: Tensor, x: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(values), torch.empty_like(values)
+    return values.new_empty(values.shape), values.new_empty(values.shape)
 
 
 def width_gradient(slope: Tensor, values: Tensor) -> Tensor:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 @triton.jit
 def gather_kernel(
-    X, INDEX, WEIGHT, OUT, N, D, L,
+    X, INDEX, WEIGHT, OUT, N, D, L, BLOCKS,
     PER_SLICE: tl.constexpr, WEIGHTED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """``out_i = Σ_l weight_l x[index[l, i]]``, x shared by the slices or one per slice."""
-    head = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    i = tl.program_id(0) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     inside = (i[:, None] < N) & (d[None, :] < D)
     total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -38,8 +38,8 @@ def gather_kernel(
 @triton.jit
 def dot_kernel(X, Y, INDEX, OUT, N, D, L, BLOCKS, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """``out_l = Σ_i x_i · y[index[l, i]]``, one partial sum per block of tokens."""
-    head = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
+    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    block = tl.program_id(0) % BLOCKS
     i = block * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     inside = (i[:, None] < N) & (d[None, :] < D)
@@ -60,8 +60,8 @@ def gather_sum(x: Tensor, index: Tensor, weight: Tensor | None, dtype: torch.dty
     out = x.new_empty(batch, tokens, width, dtype=dtype)
     block_d = triton.next_power_of_2(width)
     block_n = max(1, min(32, 4096 // block_d))
-    gather_kernel[(batch, triton.cdiv(tokens, block_n))](
-        x, index, weight, out, tokens, width, slices,
+    gather_kernel[(batch * triton.cdiv(tokens, block_n),)](
+        x, index, weight, out, tokens, width, slices, triton.cdiv(tokens, block_n),
         PER_SLICE=x.dim() == 4, WEIGHTED=weight is not None, BLOCK_N=block_n, BLOCK_D=block_d,
         num_warps=4,
     )  # fmt: skip
@@ -76,7 +76,7 @@ def gather_dot(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
     block_n = max(1, min(32, 4096 // block_d))
     blocks = triton.cdiv(tokens, block_n)
     partial = x.new_empty(batch, slices, blocks, dtype=torch.float32)
-    dot_kernel[(batch, blocks)](
+    dot_kernel[(batch * blocks,)](
         x, y, index, partial, tokens, width, slices, blocks,
         BLOCK_N=block_n, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip

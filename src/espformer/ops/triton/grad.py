@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from espformer.ops.triton.chunks import (
+    STATE_ROWS,
     from_states,
     gap_slope,
     hand_on,
@@ -29,8 +30,35 @@ from espformer.ops.triton.chunks import (
 
 
 @triton.jit
+def by_columns(
+    X, X_ORDER, X_SCALE, P, P_ORDER, P_SCALE, X_STATES, P_STATES, n, N, chunk,
+    D: tl.constexpr, X_GATHER: tl.constexpr, X_SCALED: tl.constexpr, P_GATHER: tl.constexpr,
+    P_SCALED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """``X Pᵀ``, ``P Xᵀ``, ``X p_statesᵀ`` and ``P x_statesᵀ``, summed over blocks of columns.
+
+    A float32 operand is split in three before it is multiplied: whole rows of it do not fit in
+    registers.
+    """
+    mine = tl.zeros((C, C), tl.float32)
+    theirs = tl.zeros((C, C), tl.float32)
+    mine_far = tl.zeros((C, STATE_ROWS), tl.float32)
+    theirs_far = tl.zeros((C, STATE_ROWS), tl.float32)
+    for start in range(0, D, 16):
+        d = start + tl.arange(0, 16)
+        x = load_rows(X, X_ORDER, X_SCALE, n, N, d, D, X_GATHER, X_SCALED, EVEN)
+        p = load_rows(P, P_ORDER, P_SCALE, n, N, d, D, P_GATHER, P_SCALED, EVEN)
+        mine += overlap(x, p)
+        theirs += overlap(p, x)
+        mine_far += on_states(x, load_states(P_STATES, chunk, d, D, ROWS), False)
+        theirs_far += on_states(p, load_states(X_STATES, chunk, d, D, ROWS), False)
+    return mine, theirs, mine_far, theirs_far
+
+
+@triton.jit
 def grad_kernel(
-    X, X_ORDER, X_SCALE, P, P_ORDER, P_SCALE, S, TABLE, INVERSE_WIDTH, X_STATES, P_STATES, SCALE,
+    X, X_ORDER, X_SCALE, P, P_ORDER, P_SCALE, S, TABLE: tl.constexpr, INVERSE_WIDTH,
+    X_STATES, P_STATES, SCALE,
     WEIGHT, SLOPE, AGREE, ALIGN, OUT, OUT_ORDER, NEXT_S, NEXT_STATES, N, HEADS, L, CHUNKS,
     D: tl.constexpr, COMPLEX: tl.constexpr, TIES: tl.constexpr, ROWS: tl.constexpr,
     X_GATHER: tl.constexpr, X_SCALED: tl.constexpr, P_GATHER: tl.constexpr, P_SCALED: tl.constexpr,
@@ -59,34 +87,45 @@ def grad_kernel(
     if P_SCALED:
         P_SCALE += ranks
     inverse_width = tl.load(INVERSE_WIDTH + head)
-    x = load_rows(X, X_ORDER, X_SCALE, n, N, d, D, X_GATHER, X_SCALED, EVEN)
     p = load_rows(P, P_ORDER, P_SCALE, n, N, d, D, P_GATHER, P_SCALED, EVEN)
     s, first, last = positions(S + ranks, chunk, N, C)
     X_STATES += pair * CHUNKS * ROWS * D
     P_STATES += pair * CHUNKS * ROWS * D
-    x_states = load_states(X_STATES, chunk, d, D, ROWS)
-    p_states = load_states(P_STATES, chunk, d, D, ROWS)
     inside = n < N
     here = inside[:, None] & (d[None, :] < D)
     if WEIGHTED:
         weight = tl.load(WEIGHT + pair)
+    exact: tl.constexpr = p.dtype == tl.float32
 
     # One product after another, each summed at once: registers decide how many programs fit.
-    exact: tl.constexpr = x.dtype == tl.float32
-    mine = overlap(x, p)  # X_n · P_j
+    if exact:
+        mine, theirs, mine_far, theirs_far = by_columns(
+            X, X_ORDER, X_SCALE, P, P_ORDER, P_SCALE, X_STATES, P_STATES, n, N, chunk, D,
+            X_GATHER, X_SCALED, P_GATHER, P_SCALED, EVEN, ROWS, C,
+        )  # fmt: skip
+    else:
+        x = load_rows(X, X_ORDER, X_SCALE, n, N, d, D, X_GATHER, X_SCALED, EVEN)
+        if x.dtype != p.dtype:  # float16 tokens meet bfloat16 scratch
+            x = x.to(tl.bfloat16)
+            p = p.to(tl.bfloat16)
+        x_states = load_states(X_STATES, chunk, d, D, ROWS)
+        p_states = load_states(P_STATES, chunk, d, D, ROWS)
+        mine = overlap(x, p)  # X_n · P_j
     k, gap = near(s, first, mine, inverse_width, COMPLEX, exact)
     k_slope = gap_slope(k, gap, COMPLEX)
     slope = tl.sum(k_slope * mine, 1)
     if HAS_AGREE:
         agree = tl.sum(k * mine, 1)
-    theirs = overlap(p, x)  # P_n · X_j
+    if not exact:
+        theirs = overlap(p, x)  # P_n · X_j
     slope += tl.sum(k_slope * theirs, 1)
     if HAS_ALIGN:
         align = tl.sum(k * theirs, 1)
     near_product = product(k, p)
 
-    mine_far = on_states(x, p_states, COMPLEX)
-    theirs_far = on_states(p, x_states, COMPLEX)
+    if not exact:
+        mine_far = on_states(x, p_states, COMPLEX)
+        theirs_far = on_states(p, x_states, COMPLEX)
     wave = waves(TABLE, s, first, last, inverse_width, "slope", COMPLEX, TIES, ROWS, exact)
     slope += tl.sum(wave * (mine_far + theirs_far), 1)
     if WEIGHTED:
@@ -99,7 +138,7 @@ def grad_kernel(
     if HAS_ALIGN:
         tl.store(ALIGN + ranks + n, align + tl.sum(wave * theirs_far, 1), mask=inside)
 
-    sides = (p_states,) if COMPLEX else load_sides(P_STATES, chunk, d, D, COMPLEX, ROWS)
+    sides = load_sides(P_STATES, chunk, d, D, COMPLEX, ROWS)
     y = from_states(TABLE, sides, near_product, s, first, last, inverse_width, COMPLEX, ROWS, exact)
     if HAS_SCALE:
         y = y * tl.load(SCALE + ranks + n, mask=inside, other=0.0)[:, None]

@@ -13,12 +13,12 @@ import triton
 from torch import Tensor
 
 from espformer.ops.exponentials import ABSOLUTE, GAUSSIAN, ExponentialSum
-from espformer.ops.triton.chunks import STATE_ROWS, inflow_kernel, scan_kernel
+from espformer.ops.triton.chunks import inflow_kernel, scan_kernel
 from espformer.ops.triton.grad import grad_kernel
 from espformer.ops.triton.mix import mix_kernel
 
-# Ranks of a chunk for 16-bit and for 32-bit rows.
-CHUNK = {2: 64, 4: 32}
+# Ranks of a chunk for 16-bit and for 32-bit rows (those are split in three: registers are short).
+CHUNK = {2: 64, 4: 16}
 # Chunks whose states are loaded together when they are scanned.
 AHEAD = 8
 
@@ -38,24 +38,23 @@ def exponentials(metric: str, exact: bool) -> ExponentialSum:
 
 
 @functools.cache
-def pole_table(metric: str, exact: bool, device: torch.device) -> Tensor:
-    """What :func:`espformer.ops.triton.chunks.waves` reads: (8, STATE_ROWS).
+def state_table(metric: str, exact: bool) -> tuple[float, ...]:
+    """What :func:`espformer.ops.triton.chunks.waves` reads: eight numbers for every state row.
 
-    Poles (Re, Im), then size and phase of the waves into a state, out of it, and of its slope.
+    The pole (Re, Im), then size and phase of the waves into a state, out of it, and of its slope.
     """
-    rows: list[list[float]] = []
     table = exponentials(metric, exact)
+    numbers: list[float] = []
     for side in (-1, 1):  # a state on the left pulls to the left
         for weight, pole in zip(table.weights, table.poles, strict=True):
             w, p = complex(weight), complex(pole)
             slope = side * w * p
             for quarter in (0.0, math.pi / 2):  # the real part, and minus the imaginary part
-                rows.append([
+                numbers += [
                     p.real, p.imag, 1.0, -quarter, abs(w), cmath.phase(w) + quarter,
                     abs(slope), cmath.phase(slope) + quarter,
-                ])  # fmt: skip
-    rows += [[1.0] + [0.0] * 7] * (STATE_ROWS.value - len(rows))
-    return torch.tensor(rows, dtype=torch.float32).T.contiguous().to(device)
+                ]  # fmt: skip
+    return tuple(numbers)
 
 
 class SortedSlices:
@@ -73,7 +72,7 @@ class SortedSlices:
         self.complex = metric != "absolute"
         self.chunk, self.exact = CHUNK[dtype.itemsize], dtype.itemsize == 4
         self.poles = len(exponentials(metric, self.exact).poles)
-        self.table = pole_table(metric, self.exact, values.device)
+        self.table = state_table(metric, self.exact)
         self.chunks = triton.cdiv(self.ranks, self.chunk)
 
     def rows(self, ties: bool) -> int:
@@ -91,7 +90,7 @@ class SortedSlices:
             "N": self.ranks, "HEADS": self.batch, "L": self.slices, "CHUNKS": self.chunks,
             "D": width, "COMPLEX": self.complex, "BLOCK_D": block_d, "C": self.chunk,
             "EVEN": block_d == width and self.ranks % self.chunk == 0,
-            "num_warps": 8 if block_d > 128 else 4,
+            "num_warps": max(2, block_d // 32) if self.exact else 8 if block_d > 128 else 4,
         }  # fmt: skip
 
     @property
@@ -135,7 +134,7 @@ class SortedSlices:
         mix_kernel[self._grid](
             x.data, x.order, x.scale, self.values, self.table, self.inverse_width, states, scale,
             weight, out, order, dot, None if into is None else into.values, into_states,
-            TIES=False, ROWS=states.shape[-2], GATHER=x.order is not None,
+            ROWS=states.shape[-2], GATHER=x.order is not None,
             SCALED=x.scale is not None, HAS_SCALE=scale is not None, WEIGHTED=weight is not None,
             TO=to, NEXT_TIES=not self.complex and rows == 4, NEXT_ROWS=rows,
             **self._config(x.data.shape[-1]),

@@ -44,24 +44,24 @@ def match(order: Tensor, to: Tensor | None) -> Tensor:
 
 @match.register_fake
 def _(order: Tensor, to: Tensor | None) -> Tensor:
-    return torch.empty_like(order)
+    return order.new_empty(order.shape)
 
 
 @operator("apply_matching")
 def apply_matching(value: Tensor, weight: Tensor, matches: Tensor) -> Tensor:
     """``Σ_l weight_l V[matches[l, i]]``."""
-    return gather_sum(value.contiguous(), matches, weight.contiguous(), value.dtype)
+    return gather_sum(value, matches, weight, value.dtype)
 
 
 @apply_matching.register_fake
 def _(value: Tensor, weight: Tensor, matches: Tensor) -> Tensor:
-    return torch.empty_like(value)
+    return value.new_empty(value.shape)
 
 
 @operator("cross_matching")
 def cross_matching(query: Tensor, key: Tensor, matches: Tensor) -> Tensor:
     """``Σ_i q_i · k[matches[l, i]]``: (batch, L)."""
-    return gather_dot(query.contiguous(), key.contiguous(), matches)
+    return gather_dot(query, key, matches)
 
 
 @cross_matching.register_fake

@@ -20,9 +20,9 @@ from espformer.ops.triton.chunks import (
 
 @triton.jit
 def mix_kernel(
-    X, ORDER, X_SCALE, S, TABLE, INVERSE_WIDTH, STATES, SCALE, WEIGHT, OUT, OUT_ORDER, DOT,
-    NEXT_S, NEXT_STATES, N, HEADS, L, CHUNKS, D: tl.constexpr,
-    COMPLEX: tl.constexpr, TIES: tl.constexpr, ROWS: tl.constexpr, GATHER: tl.constexpr,
+    X, ORDER, X_SCALE, S, TABLE: tl.constexpr, INVERSE_WIDTH, STATES, SCALE, WEIGHT,
+    OUT, OUT_ORDER, DOT, NEXT_S, NEXT_STATES, N, HEADS, L, CHUNKS, D: tl.constexpr,
+    COMPLEX: tl.constexpr, ROWS: tl.constexpr, GATHER: tl.constexpr,
     SCALED: tl.constexpr, HAS_SCALE: tl.constexpr, WEIGHTED: tl.constexpr, TO: tl.constexpr,
     NEXT_TIES: tl.constexpr, NEXT_ROWS: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_D: tl.constexpr, C: tl.constexpr,

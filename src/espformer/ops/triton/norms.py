@@ -52,9 +52,7 @@ def norm_costs(square: Tensor, order: Tensor, mass: Tensor) -> Tensor:
     batch, slices, tokens = order.shape
     out = square.new_empty(batch, slices)
     block = min(1024, triton.next_power_of_2(tokens))
-    norm_kernel[(batch * slices,)](
-        square.contiguous(), order, mass.contiguous(), out, tokens, slices, BLOCK=block
-    )
+    norm_kernel[(batch * slices,)](square, order, mass, out, tokens, slices, BLOCK=block)
     return out
 
 
@@ -74,7 +72,7 @@ def norm_costs_backward(
     d_mass = torch.empty_like(mass)
     block = min(1024, triton.next_power_of_2(tokens))
     norm_grad_kernel[(batch * slices, triton.cdiv(tokens, block))](
-        upstream.contiguous(), square.contiguous(), order, mass.contiguous(), d_square, d_mass,
+        upstream, square, order, mass, d_square, d_mass,
         tokens, slices, ATOMIC=atomic, BLOCK=block,
     )  # fmt: skip
     return d_square if atomic else d_square.sum(1), d_mass
@@ -82,7 +80,7 @@ def norm_costs_backward(
 
 @norm_costs_backward.register_fake
 def _(upstream: Tensor, square: Tensor, order: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(square), torch.empty_like(mass)
+    return square.new_empty(square.shape), mass.new_empty(mass.shape)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from espformer.ops.autograd import refuse_double_backward
 from espformer.ops.coupling import Coupling
+from espformer.ops.triton.chunks import INTERPRETED
 from espformer.ops.triton.column import width_gradient
 from espformer.ops.triton.gather import gather_sum
 from espformer.ops.triton.launch import Rows, SortedSlices
@@ -30,11 +31,15 @@ SCRATCH_BYTES = 400 << 20
 Group = tuple[slice, slice]
 
 
-def _groups(value: Tensor, query_values: Tensor, key_values: Tensor) -> Iterator[Group]:
+def _groups(
+    value: Tensor, query_values: Tensor, key_values: Tensor, coupled: bool
+) -> Iterator[Group]:
     """Parts of (batch, slices) whose scratch fits: whole heads, or some slices of one head."""
     batch, slices, tokens = key_values.shape
     rows = max(tokens, query_values.shape[-1])
-    pairs = max(1, SCRATCH_BYTES // (rows * value.shape[-1] * (value.element_size() + 1)))
+    # W and its states; a coupling works on float32 copies.
+    bytes_each = value.element_size() + 1 + (24 if coupled else 0)
+    pairs = max(1, SCRATCH_BYTES // max(1, rows * value.shape[-1] * bytes_each))
     if pairs >= slices:
         heads = pairs // slices
         for b in range(0, batch, heads):
@@ -76,12 +81,15 @@ class _Plan:
         self.back = _coupling(columns, rows, weights, group[0], key_values.shape[-1])
         self.tokens = Rows(value[group[0]], self.key_order, self.first)
         self.deterministic = torch.are_deterministic_algorithms_enabled()
+        # Means over all ranks: the range of float16 is too small (the interpreter has no other).
+        narrow = value.dtype == torch.float16 and not INTERPRETED
+        self.scratch = torch.bfloat16 if narrow else value.dtype
 
     def middle(self, ties: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``W = query_scale · T · y``, its states, ``y = key_scale · κ_k x``, and x's states."""
         x_states = self.key.states(self.tokens, ties)
         width = self.tokens.data.shape[-1]
-        y = self.tokens.data.new_empty((*self.key_order.shape, width))
+        y = self.tokens.data.new_empty((*self.key_order.shape, width), dtype=self.scratch)
         if self.coupling is None:
             states = self.query.new_states(y, ties)
             self.key.mix(
@@ -161,10 +169,9 @@ def apply_plans(
     weights: Tensor | None, metric: str,
 ) -> Tensor:  # fmt: skip
     """``Σ_l weight_l A_lᵀ T B_l V``, (batch, N, d), in the dtype of `value`."""
-    value, weight = value.contiguous(), weight.contiguous()
     batch, _, queries = query_values.shape
     out = value.new_zeros(batch, queries, value.shape[-1], dtype=torch.float32)
-    for group in _groups(value, query_values, key_values):
+    for group in _groups(value, query_values, key_values, rows is not None):
         plan = _Plan(
             group, value, query_values, key_values, query_order, key_order, inverse_width,
             query_scale, key_scale, first, final, rows, columns, weights, metric,
@@ -187,9 +194,8 @@ def cross_plans(
     weights: Tensor | None, metric: str,
 ) -> Tensor:  # fmt: skip
     """``Σ_i q_i · (A_lᵀ T B_l K)_i``: (batch, L)."""
-    query, key = query.contiguous(), key.contiguous()
     totals = torch.empty_like(query_values[..., 0])
-    for group in _groups(key, query_values, key_values):
+    for group in _groups(key, query_values, key_values, rows is not None):
         plan = _Plan(
             group, key, query_values, key_values, query_order, key_order, inverse_width,
             query_scale, key_scale, first, final, rows, columns, weights, metric,
@@ -213,9 +219,8 @@ def _new_gradients(
     """Room for slopes and logarithmic gradients; empty where there is nothing to differentiate."""
     q, k, nothing = query_values, key_values, query_values.new_empty(0)
     optional = ((rows, k), (first, k), (final, q))
-    return [torch.empty_like(x) for x in (q, k, q)] + [
-        torch.empty_like(x) if given is not None else torch.empty_like(nothing)
-        for given, x in optional
+    return [x.new_empty(x.shape) for x in (q, k, q)] + [
+        nothing.new_empty(0 if given is None else x.shape) for given, x in optional
     ]
 
 
@@ -232,11 +237,10 @@ def plans_backward(
     differs), first and final (without the weight), and, if asked for, the gradient of `upstream`.
     What does not exist is empty.
     """
-    value, upstream, weight = value.contiguous(), upstream.contiguous(), weight.contiguous()
     d_value = torch.zeros_like(value, dtype=torch.float32)
     d_upstream = torch.zeros_like(upstream, dtype=torch.float32) if with_upstream else None
     full = _new_gradients(query_values, key_values, rows, first, final)
-    for group in _groups(value, query_values, key_values):
+    for group in _groups(value, query_values, key_values, rows is not None):
         plan = _Plan(
             group, value, query_values, key_values, query_order, key_order, inverse_width,
             query_scale, key_scale, first, final, rows, columns, weights, metric,
@@ -258,9 +262,9 @@ def _(
     key_scale: Tensor, first: Tensor | None, final: Tensor | None, rows: Tensor | None,
     columns: Tensor | None, weights: Tensor | None, metric: str, with_upstream: bool,
 ) -> list[Tensor]:  # fmt: skip
-    end = torch.empty_like(upstream) if with_upstream else value.new_empty(0)
+    end = upstream.new_empty(upstream.shape) if with_upstream else value.new_empty(0)
     full = _new_gradients(query_values, key_values, rows, first, final)
-    return [torch.empty_like(value), *full, end]
+    return [value.new_empty(value.shape), *full, end]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -91,7 +91,7 @@ def unrank(upstream: Tensor, order: Tensor, scale: float, dtype: torch.dtype) ->
     batch, slices, tokens = order.shape
     dx = torch.empty(batch, tokens, slices, device=order.device, dtype=dtype)
     unrank_kernel[(batch, triton.cdiv(tokens, 128))](
-        upstream.contiguous(), order, dx, tokens, slices, scale, BLOCK_N=128, BLOCK_L=16
+        upstream, order, dx, tokens, slices, scale, BLOCK_N=128, BLOCK_L=16
     )
     return dx
 
@@ -108,7 +108,6 @@ def rank_halves(x: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, T
     Returns the sorted numbers times `scale` in float32 and the token at each rank in int32, both
     (batch, L, N); padded tokens rank last.
     """
-    x = x.contiguous()
     batch, tokens, slices = x.shape
     words = torch.empty(batch, slices, tokens, device=x.device, dtype=torch.int32)
     block_d = triton.next_power_of_2(slices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,21 @@ import torch
 from torch import Tensor
 
 PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _launchable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a function contiguous tensors, on the GPU that kernels are launched on."""
+
+    @functools.wraps(function)
+    def launch(*args: Any) -> Any:
+        args = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)
+        device = next(x.device for x in args if isinstance(x, Tensor))
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return function(*args)
+        with torch.cuda.device(device):
+            return function(*args)
+
+    return launch
 
 
 class Operator:
@@ -21,8 +37,9 @@ class Operator:
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.function = function
-        self.custom = torch.library.custom_op(name, function, mutates_args=())
+        self.function = function = _launchable(function)
+        schema = torch.library.infer_schema(function.__wrapped__, mutates_args=())  # type: ignore[attr-defined]
+        self.custom = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
         self.with_gradient: Any = None
         self.__doc__ = function.__doc__
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from espformer.ops.autograd import refuse_double_backward
+from espformer.ops.triton.registration import operator
 from espformer.ops.triton.sinkhorn.launch import ABSENT, Sides
 
 __all__ = ["sinkhorn_backward", "sinkhorn_forward"]
 
 
-@torch.library.custom_op("espformer::sinkhorn_forward", mutates_args=())
+@operator("sinkhorn_forward")
 def sinkhorn_forward(
     query: Tensor,
     key: Tensor,
@@ -34,7 +35,6 @@ def sinkhorn_forward(
     values are ``(heads, tokens, width)``, padded tokens zero; masks ``(heads, tokens)``; the scores
     are ``scale · query keyᵀ``; `updates` is S.
     """
-    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     sides = Sides(query, key, scale)
     f = _potentials(query, (updates + 1) // 2)
     g = _potentials(key, updates // 2 + 1)
@@ -62,7 +62,7 @@ def _(
     return out, _potentials(query, (updates + 1) // 2), _potentials(key, updates // 2 + 1)
 
 
-@torch.library.custom_op("espformer::sinkhorn_backward", mutates_args=())
+@operator("sinkhorn_backward")
 def sinkhorn_backward(
     upstream: Tensor,
     query: Tensor,
@@ -77,7 +77,6 @@ def sinkhorn_backward(
     updates: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values; README.md derives the steps."""
-    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     upstream = upstream.to(value.dtype).contiguous()
     sides = Sides(query, key, scale)
     log_ratio = _log_ratio(query, key, query_mask, key_mask, updates)
