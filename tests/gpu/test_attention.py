@@ -30,7 +30,11 @@ def relative_errors(
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float16],
+    ids=["float32", "bfloat16", "float16"],
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -46,15 +50,82 @@ def test_against_dense(dtype: torch.dtype, options: dict[str, Any]) -> None:
     assert max(errors.values()) <= TOLERANCE[dtype], errors
 
 
-def test_more_keys_than_queries() -> None:
-    errors = relative_errors(torch.float32, 100, 150, 32, "dense")
-    assert max(errors.values()) <= TOLERANCE[torch.float32], errors
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+def test_more_keys_than_queries(dtype: torch.dtype) -> None:
+    errors = relative_errors(dtype, 100, 150, 32, "dense")
+    assert max(errors.values()) <= TOLERANCE[dtype], errors
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("width", [16, 80, 96, 128, 256])
-def test_widths(width: int) -> None:
-    errors = relative_errors(torch.bfloat16, 64, 64, width, "dense")
-    assert max(errors.values()) <= TOLERANCE[torch.bfloat16], errors
+def test_widths(width: int, dtype: torch.dtype) -> None:
+    errors = relative_errors(dtype, 64, 64, width, "dense")
+    assert max(errors.values()) <= TOLERANCE[dtype], errors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
+def test_padding_changes_nothing(dtype: torch.dtype, hard: bool) -> None:
+    """A padded batch gives what every sequence gives alone; one head's mask is a strided view."""
+    lengths = torch.tensor([100, 61], device="cuda")
+    mask = torch.arange(100, device="cuda") < lengths[:, None]
+    x = torch.randn(3, 2, 3, 100, 64, device="cuda").to(dtype)
+    padded = espformer.esp_attention(*x, key_mask=mask, hard=hard)
+    for i, length in enumerate(lengths.tolist()):
+        alone = espformer.esp_attention(*x[:, i : i + 1, :, :length], hard=hard)
+        error = (padded[i : i + 1, :, :length] - alone).norm() / alone.norm()
+        assert error <= TOLERANCE[dtype], float(error)
+    one = espformer.esp_attention(*x[:, 1:], key_mask=mask[1:], hard=hard)
+    torch.testing.assert_close(one, padded[1:])
+
+
+@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
+def test_captured_as_a_graph(hard: bool) -> None:
+    """Forward and backward in a CUDA graph: replays follow new inputs."""
+    leaves = [torch.randn(1, 4, 100, 64, device="cuda").bfloat16() for _ in range(3)]
+    leaves = [x.requires_grad_() for x in leaves]
+    upstream = torch.randn_like(leaves[0])
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = espformer.esp_attention(*leaves, hard=hard)
+        return (out, *torch.autograd.grad(out, leaves, upstream))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x in leaves:
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    for a, b in zip(captured, step(), strict=True):
+        assert (a - b).float().norm() <= 1e-2 * b.float().norm()
+
+
+def test_deterministic_algorithms_repeat_exactly() -> None:
+    leaves = [torch.randn(2, 4, 300, 64, device="cuda").bfloat16() for _ in range(3)]
+    leaves = [x.requires_grad_() for x in leaves]
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = []
+        for _ in range(2):
+            out = espformer.esp_attention(*leaves)
+            runs.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for a, b in zip(*runs, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_tokens_split_off_a_wide_matrix() -> None:
+    """Strided views, as (batch, tokens, heads, width) transposed, give the same as copies."""
+    views = [torch.randn(2, 50, 3, 64, device="cuda").bfloat16().transpose(1, 2) for _ in range(3)]
+    copies = [x.contiguous() for x in views]
+    torch.testing.assert_close(espformer.esp_attention(*views), espformer.esp_attention(*copies))
 
 
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])

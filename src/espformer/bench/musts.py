@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from espformer.bench.cases import Case, Measurement
 
@@ -48,7 +48,8 @@ def judge(must: Must, found: Found) -> Verdict:
     rows = [found[case] for case in must.cases]
     error = max((row.error for row in rows if not math.isnan(row.error)), default=math.nan)
     value = must.value(rows)
-    graph = must.value([_replayed(row) for row in rows])
+    captured = not any(math.isnan(row.graph_milliseconds) for row in rows)
+    graph = must.value([_replayed(row) for row in rows]) if captured else math.nan
     if any(row.status.startswith("FAILED") for row in rows):
         return Verdict(must, math.nan, math.nan, "FAILED: a result is wrong", error)
     broken = [row for row in rows if not row.ok and not row.status.startswith("too slow")]
@@ -70,12 +71,8 @@ def judge(must: Must, found: Found) -> Verdict:
 
 
 def _replayed(row: Measurement) -> Measurement:
-    """The row with the time of the replayed graph as its time, where there is one."""
-    if math.isnan(row.graph_milliseconds):
-        return row
-    return Measurement(
-        row.case, row.graph_milliseconds, row.graph_milliseconds, row.peak_mb, row.error, row.status
-    )
+    """The row with the time of the replayed graph as its time."""
+    return replace(row, milliseconds=row.graph_milliseconds)
 
 
 def _milliseconds(rows: Sequence[Measurement]) -> float:
