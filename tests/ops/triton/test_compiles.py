@@ -14,7 +14,7 @@ from triton.compiler import ASTSource, compile
 
 from espformer.ops.exponentials import ABSOLUTE, GAUSSIAN
 from espformer.ops.triton.chunks import inflow_kernel, scan_kernel
-from espformer.ops.triton.column import column_grad_kernel, column_kernel
+from espformer.ops.triton.column import column_kernel
 from espformer.ops.triton.gather import dot_kernel, gather_kernel
 from espformer.ops.triton.grad import grad_kernel
 from espformer.ops.triton.launch import state_table
@@ -83,8 +83,8 @@ for table in (ABSOLUTE, GAUSSIAN[4]):
     )
     poles = dict(TABLE=numbers, POLES=len(table.poles), COMPLEX=table is not ABSOLUTE)
     poles |= dict(BLOCK=256, EXACT=True)
-    build(column_kernel, poles, warps=1)
-    build(column_grad_kernel, poles, warps=1)
+    build(column_kernel, poles | dict(GRAD=False, P=None, SLOPE=None), warps=1)
+    build(column_kernel, poles | dict(GRAD=True), warps=1)
 build(gather_kernel, dict(PER_SLICE=False, WEIGHTED=True, BLOCK_N=32, BLOCK_D=64), X="*bf16")
 build(dot_kernel, dict(BLOCK_N=32, BLOCK_D=64), X="*bf16", Y="*bf16")
 build(match_kernel, dict(BLOCK=256), OUT="*i32")

@@ -61,28 +61,50 @@ def gaps(S, n, N, BACK: tl.constexpr):
 
 
 @triton.jit
+def real_run(x, a, state, i, BACK: tl.constexpr, BLOCK: tl.constexpr):
+    """Running sums of a block of ranks that go on from `state`, and the state after it."""
+    d, f = tl.associative_scan((a, x), 0, real_pair, reverse=BACK)
+    f += d * state
+    return f, last_of(f, i, BACK, BLOCK)
+
+
+@triton.jit
+def complex_run(x, a_re, a_im, s_re, s_im, i, BACK: tl.constexpr, BLOCK: tl.constexpr):
+    d_re, d_im, f_re, f_im = tl.associative_scan(
+        (a_re, a_im, x, tl.zeros_like(x)), 0, complex_pair, reverse=BACK
+    )
+    f_re += d_re * s_re - d_im * s_im
+    f_im += d_re * s_im + d_im * s_re
+    return f_re, f_im, last_of(f_re, i, BACK, BLOCK), last_of(f_im, i, BACK, BLOCK)
+
+
+@triton.jit
 def walk(
-    S, X, Y, Z, inverse_width, N,
-    BACK: tl.constexpr, SLOPE: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr,
-    COMPLEX: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+    S, X, P, Y, SLOPE, inverse_width, N, BACK: tl.constexpr, GRAD: tl.constexpr,
+    TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One direction: adds (or, rightwards, stores) its share of κx to Y and of κ'x to Z."""
+    """One direction, the walk to the right first: its share of ``κx`` is stored, or added to Y.
+
+    GRAD: of ``κp`` instead, and its share of ``p · κ'x + x · κ'p`` goes to SLOPE.
+    """
     i = tl.arange(0, BLOCK)
     blocks = tl.cdiv(N, BLOCK)
-    state = ()
-    for _ in tl.static_range(2 * POLES):
-        state = state + (tl.zeros((1,), tl.float32),)
-    tied_state = tl.zeros((1,), tl.float32)
+    states = ()
+    for _ in tl.static_range(4 * POLES):
+        states = states + (tl.zeros((1,), tl.float32),)
     for step in range(blocks):
         block = blocks - 1 - step if BACK else step
         n = block * BLOCK + i
         inside = n < N
         x = tl.load(X + n, mask=inside, other=0.0)
+        u = tl.load(P + n, mask=inside, other=0.0) if GRAD else x
         gap, linked = gaps(S, n, N, BACK)
         scaled = gap * inverse_width
-        y = -x if BACK else tl.zeros_like(x)
-        z = tl.zeros((BLOCK,), tl.float32)
-        new_state = ()
+        y = -u if BACK else tl.zeros_like(u)
+        u_slope = tl.zeros_like(u)
+        x_slope = tl.zeros_like(u)
+        after = ()
         if COMPLEX:
             for r in tl.static_range(POLES):
                 w_re = TABLE[4 * r]
@@ -93,92 +115,67 @@ def walk(
                 size = tl.where(linked & (scaled <= 40.0), tl.exp(-p_re * capped), 0.0)
                 a_re = size * cosine(p_im * capped, EXACT)
                 a_im = size * cosine(p_im * capped + 1.5707963267948966, EXACT)
-                d_re, d_im, f_re, f_im = tl.associative_scan(
-                    (a_re, a_im, x, tl.zeros_like(x)), 0, complex_pair, reverse=BACK
+                f_re, f_im, end_re, end_im = complex_run(
+                    u, a_re, a_im, states[4 * r], states[4 * r + 1], i, BACK, BLOCK
                 )
-                s_re, s_im = state[2 * r], state[2 * r + 1]
-                f_re, f_im = (
-                    f_re + d_re * s_re - d_im * s_im,
-                    f_im + d_re * s_im + d_im * s_re,
-                )
-                new_state = new_state + (
-                    last_of(f_re, i, BACK, BLOCK),
-                    last_of(f_im, i, BACK, BLOCK),
-                )
+                after = after + (end_re, end_im)
                 y += w_re * f_re - w_im * f_im
-                if SLOPE:
+                if GRAD:
                     v_re = w_re * p_re - w_im * p_im
                     v_im = w_re * p_im + w_im * p_re
-                    z += v_re * f_re - v_im * f_im
+                    u_slope += v_re * f_re - v_im * f_im
+                    f_re, f_im, end_re, end_im = complex_run(
+                        x, a_re, a_im, states[4 * r + 2], states[4 * r + 3], i, BACK, BLOCK
+                    )
+                    x_slope += v_re * f_re - v_im * f_im
+                after = after + (end_re, end_im)
         else:
-            d, f = tl.associative_scan(
-                (tl.where(linked, tl.exp(-scaled), 0.0), x), 0, real_pair, reverse=BACK
-            )
-            f += d * state[0]
-            new_state = new_state + (last_of(f, i, BACK, BLOCK), state[1])
+            decay = tl.where(linked, tl.exp(-scaled), 0.0)
+            f, end = real_run(u, decay, states[0], i, BACK, BLOCK)
             y += f
-            if SLOPE:
+            if GRAD:
                 same = tl.where(linked & (gap == 0.0), 1.0, 0.0)
-                d, tied = tl.associative_scan((same, x), 0, real_pair, reverse=BACK)
-                tied += d * tied_state
-                tied_state = last_of(tied, i, BACK, BLOCK)
-                z = f - tied
-        state = new_state
+                tied, tied_end = real_run(u, same, states[1], i, BACK, BLOCK)
+                u_slope = f - tied
+                after = after + (end, tied_end)
+                f, end = real_run(x, decay, states[2], i, BACK, BLOCK)
+                tied, tied_end = real_run(x, same, states[3], i, BACK, BLOCK)
+                x_slope = f - tied
+                after = after + (end, tied_end)
+            else:
+                after = after + (end, end, end, end)
+        states = after
         if BACK:
             y += tl.load(Y + n, mask=inside, other=0.0)
         tl.store(Y + n, y, mask=inside)
-        if SLOPE:
-            z = z + tl.load(Z + n, mask=inside, other=0.0) if BACK else -z
-            tl.store(Z + n, z, mask=inside)
+        if GRAD:
+            slope = u * x_slope + x * u_slope
+            if BACK:
+                slope += tl.load(SLOPE + n, mask=inside, other=0.0)
+            else:
+                slope = -slope
+            tl.store(SLOPE + n, slope, mask=inside)
 
 
 @triton.jit
 def column_kernel(
-    X, S, INVERSE_WIDTH, Y, N, L,
+    X, P, S, INVERSE_WIDTH, Y, SLOPE, N, L, GRAD: tl.constexpr,
     TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, EXACT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``y = κ x`` of one slice."""
+    """``y = κ x`` of one slice; with GRAD ``y = κ p`` and ``slope = p · κ'x + x · κ'p``."""
     pair = tl.program_id(0).to(tl.int64)
     at = pair * N
+    if GRAD:
+        P += at
+        SLOPE += at
     inverse_width = tl.load(INVERSE_WIDTH + pair // L)
     for back in tl.static_range(2):
         walk(
-            S + at, X + at, Y + at, Y, inverse_width, N, back == 1, False,
+            S + at, X + at, P, Y + at, SLOPE, inverse_width, N, back == 1, GRAD,
             TABLE, POLES, COMPLEX, EXACT, BLOCK,
         )  # fmt: skip
-        tl.debug_barrier()
-
-
-@triton.jit
-def column_grad_kernel(
-    X, P, S, INVERSE_WIDTH, Y, SLOPE, KX, SLOPE_X, SLOPE_P, N, L,
-    TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, EXACT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """``y = κ p`` and ``slope = p · κ'x + x · κ'p`` of one slice; the rest is scratch."""
-    pair = tl.program_id(0).to(tl.int64)
-    at = pair * N
-    S += at
-    inverse_width = tl.load(INVERSE_WIDTH + pair // L)
-    for back in tl.static_range(2):
-        walk(
-            S, X + at, KX + at, SLOPE_X + at, inverse_width, N, back == 1, True,
-            TABLE, POLES, COMPLEX, EXACT, BLOCK,
-        )  # fmt: skip
-        walk(
-            S, P + at, Y + at, SLOPE_P + at, inverse_width, N, back == 1, True,
-            TABLE, POLES, COMPLEX, EXACT, BLOCK,
-        )  # fmt: skip
-        tl.debug_barrier()
-    for block in range(tl.cdiv(N, BLOCK)):
-        n = block * BLOCK + tl.arange(0, BLOCK)
-        inside = n < N
-        x = tl.load(X + at + n, mask=inside, other=0.0)
-        p = tl.load(P + at + n, mask=inside, other=0.0)
-        x_slope = tl.load(SLOPE_X + at + n, mask=inside, other=0.0)
-        p_slope = tl.load(SLOPE_P + at + n, mask=inside, other=0.0)
-        tl.store(SLOPE + at + n, p * x_slope + x * p_slope, mask=inside)
+        tl.debug_barrier()  # the way back reads what the way there has written
 
 
 def _config(values: Tensor, metric: str, exact: bool) -> dict[str, Any]:
@@ -204,7 +201,7 @@ def sorted_column(
     """κ x for one column per slice, (batch, L, N); `exact` where rows are float32."""
     y = torch.empty_like(values)
     column_kernel[(values.shape[0] * values.shape[1],)](
-        x, values, inverse_width, y, **_config(values, metric, exact)
+        x, None, values, inverse_width, y, None, GRAD=False, **_config(values, metric, exact)
     )
     return y
 
@@ -219,9 +216,9 @@ def sorted_column_backward(
     upstream: Tensor, x: Tensor, values: Tensor, inverse_width: Tensor, metric: str, exact: bool
 ) -> tuple[Tensor, Tensor]:
     """κ P and the slope in the values."""
-    dx, slope, *scratch = (torch.empty_like(values) for _ in range(5))
-    column_grad_kernel[(values.shape[0] * values.shape[1],)](
-        x, upstream, values, inverse_width, dx, slope, *scratch,
+    dx, slope = torch.empty_like(values), torch.empty_like(values)
+    column_kernel[(values.shape[0] * values.shape[1],)](
+        x, upstream, values, inverse_width, dx, slope, GRAD=True,
         **_config(values, metric, exact),
     )  # fmt: skip
     return dx, slope
