@@ -17,7 +17,7 @@ MAX_LINES = 450
 # From the bottom up. A component imports from the layers below its own; only those of the top
 # layer may also import each other, and the public names of `espformer` itself.
 LAYERS = (
-    {"_version"},
+    {"_version", "revision"},
     {"ops"},
     {"functional"},
     {"nn"},

@@ -241,10 +241,10 @@ def reproduce(
 
       espformer reproduce mnist-patch-size --seeds 0 data.directory=DIR --save results
     """
+    from espformer.revision import revision
     from espformer.training.display import show_plan
     from espformer.training.experiments import do_all, plan
     from espformer.training.recipe import load_recipe
-    from espformer.training.records import revision
     from espformer.training.report import write_report
 
     recipe = load_recipe(experiment)

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 DESCRIPTION = """\
-Trains five kinds of attention on handwritten digits with the same budget (softmax, differential,
-Sinkhorn, ESP at the paper's temperature, ESP that learns its temperature), lets the temperature of
-both ESP models fall, hardens them, and shows what came out: a table here, and one HTML page with
-curves, attention maps, transport plans and slice weights. A few minutes on a laptop; no network."""
+Trains five kinds of attention on handwritten digits (softmax, differential, Sinkhorn, ESP at the
+paper's temperature, ESP that learns its temperature) with the same budget, lets the temperature of
+both ESP models fall over further epochs, hardens them, and shows what came out: a table here, and
+one HTML page with curves, attention maps, transport plans and slice weights. A few minutes on a
+laptop; no network."""
 
 EPILOG = """\
 examples:

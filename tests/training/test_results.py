@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from espformer.cli import app
+from espformer.revision import revision
 from espformer.training import RunError, UserError, load_recipe
 from espformer.training.claims import CLAIMS, Claim, compare, student_two_sided, verdict
-from espformer.training.records import revision
 from espformer.training.results import Results, merge_files, read_file, results_page, save_file
 from espformer.training.section import markdown
 from espformer.training.strict import plain

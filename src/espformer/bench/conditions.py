@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 import espformer
+from espformer.revision import revision
 
 __all__ = ["machine", "processor"]
 
@@ -22,7 +23,7 @@ def machine(command: Sequence[str], device: torch.device) -> dict[str, str]:
     stated = {
         "command": shlex.join(command),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "espformer": espformer.__version__,
+        "espformer": " at ".join(filter(None, (espformer.__version__, revision()))),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }

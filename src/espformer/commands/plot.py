@@ -42,7 +42,7 @@ def plot(
 
       espformer plot plans --to figures/plans
 
-      espformer plot runtime benchmarks/results/quick-cpu.csv
+      espformer bench && espformer plot runtime benchmarks/results/quick-cpu.csv
 
       espformer plot patch-size results/mnist-patch-size.json --to patch-size.pdf
 

@@ -108,8 +108,9 @@ def load_classifier(directory: str | Path, which: str = "last") -> PooledClassif
     """The classifier that a finished fine-tuning left in its directory, in evaluation mode.
 
     Args:
-        directory: of the run, such as ``runs/finetune-minilm-tweeteval/lr-0.0001/esp/seed-0``, or
-            one of its checkpoints.
+        directory: of the run, such as
+            ``runs/finetune-all-MiniLM-L6-v2-tweeteval/lr-0.0001/esp/seed-0``, or one of its
+            checkpoints.
         which: "last", as it was trained, or "hard".
 
     Returns:

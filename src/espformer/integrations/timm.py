@@ -104,7 +104,7 @@ class _Attention(Converted):
     ) -> Tensor:
         module = cast(Any, self)
         if is_causal:
-            raise ValueError(f"converted Attention: is_causal=True, but {CAUSAL}")
+            raise ValueError(f"converted Attention: is_causal=True is refused, {CAUSAL}")
         return _attend(module, module.mechanism, x, _key_mask(attn_mask, x))
 
 

@@ -101,7 +101,7 @@ class _MultiheadAttention(Converted):
     ) -> tuple[Tensor, Tensor | None]:
         module = cast(nn.MultiheadAttention, self)
         if is_causal:
-            raise ValueError(f"converted MultiheadAttention: is_causal=True, but {CAUSAL}")
+            raise ValueError(f"converted MultiheadAttention: is_causal=True is refused, {CAUSAL}")
         if query.is_nested or key.is_nested:
             raise ValueError(
                 "converted MultiheadAttention: got a nested tensor; pass a padded one with "

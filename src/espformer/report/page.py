@@ -54,9 +54,10 @@ whose plan is cheap. Dashed: all alike. On the first input above.</p>
 </section>"""
 
 _TABLE_NOTE = (
-    "Accuracy in percent on the test data: soft after training, sharp after t has fallen, hard "
-    "with exact sorting. Off: the largest distance of a sum from one, soft → hard, on sixteen test "
-    "examples. Differential attention is a difference of two, which does not sum to one."
+    "Accuracy in percent on the test data: soft after training, sharp after further epochs in "
+    "which t falls (the others get none), hard with exact sorting. Off: the largest distance of a "
+    "sum from one, soft → hard, on sixteen test examples. Differential attention is a difference "
+    "of two, which does not sum to one."
 )
 
 
@@ -135,7 +136,9 @@ def _lead(runs: Sequence[Trained], rows: Sequence[Summary]) -> str:
     epochs = runs[0].run.trainer.epochs
     count = "One model" if len(rows) == 1 else f"{_COUNTS[len(rows)]} models"
     text = f"{count} on {runs[0].task.name}, {epochs} epochs"
-    text += " each." if len(rows) > 1 else "."
+    text += " each" if len(rows) > 1 else ""
+    more = {run.annealed.run.trainer.epochs for run in runs if run.annealed is not None}
+    text += f", and {max(more)} more while t fell." if more else "."
     worst = max(rows, key=lambda row: row.columns)
     exact = [row for row in rows if row.hard is not None]
     if worst.columns > 0.5:

@@ -60,7 +60,7 @@ def read_checkpoint(path: Path, *, device: str = "cpu") -> dict[str, Any]:
     Only tensors and plain values are read: a file that holds code is refused, not run.
     """
     if not path.is_file():
-        raise RunError(f"{path}: there is no such checkpoint")
+        raise RunError(f"{path}: there is no such checkpoint (espformer train writes them)")
     try:
         checkpoint = torch.load(path, map_location=device, weights_only=True)
     except pickle.UnpicklingError:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import platform
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import yaml
 
 import espformer
+from espformer.revision import revision
 from espformer.training.config import Run
 from espformer.training.errors import RunError
 from espformer.training.strict import plain
@@ -27,7 +27,6 @@ __all__ = [
     "is_first_process",
     "only_one",
     "read_results",
-    "revision",
     "run_directory",
 ]
 
@@ -126,29 +125,6 @@ def conditions() -> dict[str, Any]:
             "python": platform.python_version(),
         }
     }
-
-
-def revision() -> str | None:
-    """The commit of the checkout that this package runs from, `+` if files differ from it.
-
-    A copy without a repository is told by the variable ESPFORMER_REVISION.
-    """
-    told = os.environ.get("ESPFORMER_REVISION")
-    if told:
-        return told
-    here = Path(espformer.__file__).parent
-    try:
-        # A package in an environment inside some other repository is not part of that one.
-        _git(here, "ls-files", "--error-unmatch", "__init__.py")
-        changed = _git(here, "status", "--porcelain", "--untracked-files=no")
-        return _git(here, "rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _git(directory: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(directory), *arguments]
-    return subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
 
 
 def device_name(device: torch.device) -> str:
