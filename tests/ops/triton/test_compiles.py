@@ -48,22 +48,20 @@ def build(kernel, constants, warps=WARPS, **types):
 def build_chunks(table, row, chunk):
     complex_ = table is not ABSOLUTE
     rows = 4 * len(table.poles) if complex_ else 4
-    base = dict(COMPLEX=complex_, TIES=not complex_, ROWS=rows, BLOCK_D=64, D=64, C=chunk)
+    base = dict(COMPLEX=complex_, ROWS=rows, BLOCK_D=64, D=64, C=chunk)
     base["TABLE"] = state_table("squared" if complex_ else "absolute", row == "*fp32")
     plain = dict(GATHER=True, SCALED=False, EVEN=False, X_SCALE=None)
     build(inflow_kernel, base | plain, X=row)
     scan = dict(BLOCK_R=4 if complex_ else 2, AHEAD=2, EXACT=row == "*fp32")
     build(scan_kernel, base | scan, warps=1)
-    mix = plain | dict(SCALED=True, HAS_SCALE=True, NEXT_TIES=not complex_, NEXT_ROWS=rows)
+    mix = plain | dict(SCALED=True, HAS_SCALE=True, NEXT_ROWS=rows)
     mix |= dict(WEIGHTED=False, WEIGHT=None, OUT_ORDER=None, DOT=None, TO="ranks")
     del mix["X_SCALE"]
-    ties = base.pop("TIES")
     build(mix_kernel, base | mix, X=row, OUT=row)
     end = dict(GATHER=False, ORDER=None, SCALED=False, X_SCALE=None, HAS_SCALE=False, SCALE=None)
-    end |= dict(WEIGHTED=True, NEXT_TIES=False, NEXT_ROWS=0, NEXT_S=None, NEXT_STATES=None)
+    end |= dict(WEIGHTED=True, NEXT_ROWS=0, NEXT_S=None, NEXT_STATES=None)
     build(mix_kernel, base | end | dict(TO="tokens", DOT=None, EVEN=True), X=row)
     build(mix_kernel, base | end | dict(TO="dot", EVEN=True), X=row, OUT=row)
-    base["TIES"] = ties
     grad = dict(X_GATHER=False, X_SCALED=False, X_ORDER=None, X_SCALE=None, P_GATHER=True)
     grad |= dict(P_SCALED=True, HAS_SCALE=True, WEIGHTED=True, HAS_AGREE=True, HAS_ALIGN=True)
     ranks = dict(TO="ranks", OUT_ORDER=None, NEXT_ROWS=rows, EVEN=False)

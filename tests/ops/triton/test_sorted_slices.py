@@ -6,7 +6,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from espformer.ops.triton import launch
+from espformer.ops.triton import column, launch
 from espformer.ops.triton.launch import Rows, SortedSlices
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -118,3 +118,23 @@ def test_gradient(metric: str, batch: int, slices: int, ranks: int, width: int, 
     added = torch.zeros_like(case.tokens[0])
     case.kernel.grad(rows, upstream, *states, slope, to="tokens", out=added, order=case.order32)
     close(added, case.to_tokens(kp))
+
+
+@pytest.mark.parametrize(("metric", "batch", "slices", "ranks", "width", "t"), CASES)
+def test_columns(
+    monkeypatch: pytest.MonkeyPatch,
+    metric: str, batch: int, slices: int, ranks: int, width: int, t: float,
+) -> None:  # fmt: skip
+    """One number per rank, through several blocks, with ties within and across them."""
+    monkeypatch.setattr(column, "BLOCK", 4)
+    monkeypatch.setattr(column, "LEAST_BLOCK", 4)
+    case = Case(metric, batch, slices, ranks, width, t)
+    x, p = torch.randn(2, *case.scale.shape, device=DEVICE).unbind()
+    values, inverse_width = case.kernel.values, case.kernel.inverse_width
+    kx = (case.matrix @ x.double().unsqueeze(-1)).squeeze(-1)
+    close(column.sorted_column(x, values, inverse_width, metric, True), kx)
+
+    found, slope = column.sorted_column_backward(p, x, values, inverse_width, metric, True)
+    close(found, (case.matrix @ p.double().unsqueeze(-1)).squeeze(-1))
+    x_slope, p_slope = ((case.slope @ y.double().unsqueeze(-1)).squeeze(-1) for y in (x, p))
+    close(slope, p * x_slope + x * p_slope)

@@ -16,97 +16,29 @@ STATE_ROWS, so that making and using them are matrix products too:
 
 ``exp(-|x|)`` has a kink at zero, and its slope there is zero: equal numbers do not push each other
 apart by the order they happen to stand in. Within a chunk equal numbers are told by comparing them;
-across chunks, two more rows (TIES) hold the part of L and R that has the very number first_c or
-last_c. 16-bit inputs tie all the time.
+across chunks, two more rows (four in all) hold the part of L and R that has the very number
+first_c or last_c. 16-bit inputs tie all the time.
 
 Offsets within a head are 32-bit; pointers are moved to the head with 64 bits first.
 """
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
+from espformer.ops.triton.instructions import (
+    LOG2E,
+    QUARTER,
+    cosine,
+    exp2,
+    exp2_minus_abs,
+    laid_out_like,
+    times,
+)
+from espformer.ops.triton.rows import load_rows
+
 STATE_ROWS = tl.constexpr(16)  # the least that a matrix product on the tensor cores takes
-LOG2E = tl.constexpr(1.4426950408889634)
-QUARTER = tl.constexpr(1.5707963267948966)
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-if INTERPRETED:  # the interpreter knows neither libdevice nor PTX
-
-    @triton.jit
-    def fast_cosine(angle):
-        return tl.cos(angle)
-
-    @triton.jit
-    def times(x, y):
-        return x * y
-
-    @triton.jit
-    def exp2(x):
-        return tl.exp2(x)
-
-    @triton.jit
-    def exp2_minus_abs(x):
-        return tl.exp2(-tl.abs(x))
-
-    @triton.jit
-    def laid_out_like(x, model):
-        return x
-else:
-    from triton.language.extra import libdevice
-
-    @triton.jit
-    def fast_cosine(angle):
-        """Cosine, good to 2^-21 in one instruction."""
-        return libdevice.fast_cosf(angle)
-
-    @triton.jit
-    def times(x, y):
-        """A product that is rounded: not fused with what is added to it, so that ties stay ties."""
-        return tl.inline_asm_elementwise(
-            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-    @triton.jit
-    def exp2(x):
-        """2^x in one instruction; results below the smallest normal number are zero."""
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-    @triton.jit
-    def exp2_minus_abs(x):
-        """2^-|x|, still in one instruction: it can change the sign of what it reads."""
-        return tl.inline_asm_elementwise(
-            "{ .reg .f32 t; abs.f32 t, $1; neg.f32 t, t; ex2.approx.ftz.f32 $0, t; }", "=f,f",
-            [x], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-
-    @triton.jit
-    def laid_out_like(x, model):
-        """x itself, but held by the same threads as `model`.
-
-        A matrix that is made from two vectors has no natural layout, and the compiler's choice
-        would send every entry through shared memory on its way to the tensor cores. The layout of
-        a product's result is the one that they take operands in.
-        """
-        return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=f,f,f", [x, model], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-
-@triton.jit
-def cosine(angle, EXACT: tl.constexpr):
-    """Large weights multiply the waves of float32 rows, and an error of 2^-21 with them."""
-    if EXACT:
-        y = tl.cos(angle)
-    else:
-        y = fast_cosine(angle)
-    return y
 
 
 @triton.jit
@@ -119,29 +51,6 @@ def place(HEADS, L, CHUNKS):
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     rest = tl.program_id(0) // HEADS
     return head * L + rest // CHUNKS, head, rest % CHUNKS
-
-
-@triton.jit
-def load_rows(
-    X, ORDER, SCALE, n, N, d, D: tl.constexpr,
-    GATHER: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Rows of ranks n, (ranks, columns), times their scales; zero past the end.
-
-    EVEN says that chunks and columns fill their blocks, which saves the masks.
-    """
-    rows = n
-    if GATHER:
-        rows = tl.load(ORDER + n) if EVEN else tl.load(ORDER + n, mask=n < N, other=0)
-    at = rows[:, None] * D + d[None, :]
-    if EVEN:
-        x = tl.load(X + at)
-    else:
-        x = tl.load(X + at, mask=(d[None, :] < D) & (n[:, None] < N), other=0.0)
-    if SCALED:
-        scale = tl.load(SCALE + n, mask=n < N, other=0.0)
-        x = (x.to(tl.float32) * scale[:, None]).to(x.dtype)
-    return x
 
 
 @triton.jit
@@ -201,8 +110,7 @@ def entry(TABLE: tl.constexpr, WHICH: tl.constexpr, r, ROWS: tl.constexpr):
 @triton.jit
 def waves(
     TABLE: tl.constexpr, s, first, last, inverse_width,
-    KIND: tl.constexpr, COMPLEX: tl.constexpr, TIES: tl.constexpr, ROWS: tl.constexpr,
-    EXACT: tl.constexpr,
+    KIND: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """What ties ranks to states, (ranks, state rows). By KIND:
 
@@ -233,7 +141,7 @@ def waves(
     if KIND == "slope":
         left = -left
     wave = tl.where(r == 0, left[:, None], tl.where(r == 1, right[:, None], 0.0))
-    if TIES:
+    if ROWS > 2 and KIND != "out":
         wave = tl.where(r == 2, left_tie[:, None], tl.where(r == 3, right_tie[:, None], wave))
     return wave
 
@@ -282,7 +190,7 @@ def from_states(
 ):  # fmt: skip
     """Adds to y what other chunks contribute to κx; `states` as :func:`load_sides` gives them."""
     if COMPLEX:
-        wave = waves(TABLE, s, first, last, inverse_width, "out", True, False, ROWS, EXACT)
+        wave = waves(TABLE, s, first, last, inverse_width, "out", True, ROWS, EXACT)
         if EXACT:
             y = tl.dot(wave, states[0], y, input_precision="tf32x3")
         else:
@@ -322,12 +230,10 @@ def store_states(STATES, chunk, states, d, D: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit
 def hand_on(
     STATES, TABLE: tl.constexpr, s, first, last, chunk, x, inverse_width, d, D: tl.constexpr,
-    COMPLEX: tl.constexpr, TIES: tl.constexpr, ROWS: tl.constexpr,
+    COMPLEX: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Stores the sums over rows x of a chunk that other chunks will need."""
-    wave = waves(
-        TABLE, s, first, last, inverse_width, "in", COMPLEX, TIES, ROWS, x.dtype == tl.float32
-    )
+    wave = waves(TABLE, s, first, last, inverse_width, "in", COMPLEX, ROWS, x.dtype == tl.float32)
     store_states(STATES, chunk, product(tl.trans(wave), x, COMPLEX), d, D, ROWS)
 
 
@@ -335,7 +241,7 @@ def hand_on(
 def inflow_kernel(
     X, ORDER, X_SCALE, S, TABLE: tl.constexpr, INVERSE_WIDTH, STATES, N, HEADS, L, CHUNKS,
     D: tl.constexpr,
-    COMPLEX: tl.constexpr, TIES: tl.constexpr, ROWS: tl.constexpr,
+    COMPLEX: tl.constexpr, ROWS: tl.constexpr,
     GATHER: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_D: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -352,7 +258,7 @@ def inflow_kernel(
     s, first, last = positions(S + pair * N, chunk, N, C)
     hand_on(
         STATES + pair * CHUNKS * ROWS * D, TABLE, s, first, last, chunk, x,
-        tl.load(INVERSE_WIDTH + head), d, D, COMPLEX, TIES, ROWS,
+        tl.load(INVERSE_WIDTH + head), d, D, COMPLEX, ROWS,
     )  # fmt: skip
 
 
@@ -368,7 +274,7 @@ def turn(TABLE: tl.constexpr, x, r, ROWS: tl.constexpr, EXACT: tl.constexpr):
 @triton.jit
 def scan_kernel(
     S, TABLE: tl.constexpr, INVERSE_WIDTH, STATES, N, L, CHUNKS, D: tl.constexpr,
-    COMPLEX: tl.constexpr, TIES: tl.constexpr, ROWS: tl.constexpr,
+    COMPLEX: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -426,7 +332,7 @@ def scan_kernel(
             else:
                 decay = exp2(across * -LOG2E)
                 own_decay = exp2(step * -LOG2E)
-                if TIES:  # a tie goes on as long as the number stays the same
+                if ROWS > 2:  # a tie goes on as long as the number stays the same
                     decay = tl.where(k == 0, decay, tl.where(across == 0, 1.0, 0.0))[:, None]
                     own_decay = tl.where(k == 0, own_decay, tl.where(step == 0, 1.0, 0.0))[:, None]
                 state = decay * state + own_decay * owns[u]

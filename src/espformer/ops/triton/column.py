@@ -21,11 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from espformer.ops.autograd import refuse_double_backward
-from espformer.ops.triton.chunks import cosine
+from espformer.ops.triton.instructions import QUARTER, cosine
 from espformer.ops.triton.launch import exponentials
 from espformer.ops.triton.registration import operator
 
-BLOCK = 1024
+BLOCK, LEAST_BLOCK = 1024, 32
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def walk(
                 capped = tl.minimum(scaled, 40.0)
                 size = tl.where(linked & (scaled <= 40.0), tl.exp(-p_re * capped), 0.0)
                 a_re = size * cosine(p_im * capped, EXACT)
-                a_im = size * cosine(p_im * capped + 1.5707963267948966, EXACT)
+                a_im = size * cosine(p_im * capped + QUARTER, EXACT)
                 f_re, f_im, end_re, end_im = complex_run(
                     u, a_re, a_im, states[4 * r], states[4 * r + 1], i, BACK, BLOCK
                 )
@@ -186,7 +186,7 @@ def _config(values: Tensor, metric: str, exact: bool) -> dict[str, Any]:
         for number in (complex(w).real, complex(w).imag, complex(p).real, complex(p).imag)
     )
     slices, ranks = values.shape[-2:]
-    block = min(BLOCK, max(32, triton.next_power_of_2(ranks)))
+    block = min(BLOCK, max(LEAST_BLOCK, triton.next_power_of_2(ranks)))
     return {
         "N": ranks, "L": slices, "TABLE": numbers, "POLES": len(table.poles),
         "COMPLEX": metric != "absolute", "EXACT": exact, "BLOCK": block,

@@ -16,7 +16,6 @@ from espformer.ops.triton.chunks import (
     from_states,
     gap_slope,
     hand_on,
-    load_rows,
     load_sides,
     load_states,
     near,
@@ -27,6 +26,7 @@ from espformer.ops.triton.chunks import (
     product,
     waves,
 )
+from espformer.ops.triton.rows import add_rows, load_rows, store_rows
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def grad_kernel(
     X, X_ORDER, X_SCALE, P, P_ORDER, P_SCALE, S, TABLE: tl.constexpr, INVERSE_WIDTH,
     X_STATES, P_STATES, SCALE,
     WEIGHT, SLOPE, AGREE, ALIGN, OUT, OUT_ORDER, NEXT_S, NEXT_STATES, N, HEADS, L, CHUNKS,
-    D: tl.constexpr, COMPLEX: tl.constexpr, TIES: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr,
     X_GATHER: tl.constexpr, X_SCALED: tl.constexpr, P_GATHER: tl.constexpr, P_SCALED: tl.constexpr,
     HAS_SCALE: tl.constexpr, WEIGHTED: tl.constexpr, HAS_AGREE: tl.constexpr,
     HAS_ALIGN: tl.constexpr, TO: tl.constexpr, NEXT_ROWS: tl.constexpr, EVEN: tl.constexpr,
@@ -92,7 +92,6 @@ def grad_kernel(
     X_STATES += pair * CHUNKS * ROWS * D
     P_STATES += pair * CHUNKS * ROWS * D
     inside = n < N
-    here = inside[:, None] & (d[None, :] < D)
     if WEIGHTED:
         weight = tl.load(WEIGHT + pair)
     exact: tl.constexpr = p.dtype == tl.float32
@@ -126,13 +125,13 @@ def grad_kernel(
     if not exact:
         mine_far = on_states(x, p_states, COMPLEX)
         theirs_far = on_states(p, x_states, COMPLEX)
-    wave = waves(TABLE, s, first, last, inverse_width, "slope", COMPLEX, TIES, ROWS, exact)
+    wave = waves(TABLE, s, first, last, inverse_width, "slope", COMPLEX, ROWS, exact)
     slope += tl.sum(wave * (mine_far + theirs_far), 1)
     if WEIGHTED:
         slope *= weight
     tl.store(SLOPE + ranks + n, slope, mask=inside)
     if HAS_AGREE or HAS_ALIGN:
-        wave = waves(TABLE, s, first, last, inverse_width, "out", COMPLEX, False, ROWS, exact)
+        wave = waves(TABLE, s, first, last, inverse_width, "out", COMPLEX, ROWS, exact)
     if HAS_AGREE:
         tl.store(AGREE + ranks + n, agree + tl.sum(wave * mine_far, 1), mask=inside)
     if HAS_ALIGN:
@@ -143,25 +142,14 @@ def grad_kernel(
     if HAS_SCALE:
         y = y * tl.load(SCALE + ranks + n, mask=inside, other=0.0)[:, None]
     if TO == "ranks":
-        y = y.to(OUT.dtype.element_ty)
-        at = OUT + pair * N * D + n[:, None] * D + d[None, :]
-        if EVEN:
-            tl.store(at, y)
-        else:
-            tl.store(at, y, mask=here)
+        y = store_rows(OUT + pair * N * D, y, n, N, d, D, EVEN)
         if NEXT_ROWS > 0:
             next_s, next_first, next_last = positions(NEXT_S + ranks, chunk, N, C)
             hand_on(
                 NEXT_STATES + pair * CHUNKS * NEXT_ROWS * D, TABLE, next_s, next_first, next_last,
-                chunk, tl.where(here, y, 0.0) if not EVEN else y, inverse_width, d, D,
-                COMPLEX, TIES, NEXT_ROWS,
+                chunk, y, inverse_width, d, D, COMPLEX, NEXT_ROWS,
             )  # fmt: skip
     elif TO == "tokens":
-        if WEIGHTED:
-            y = y * weight
         tokens = tl.load(OUT_ORDER + ranks + n, mask=inside, other=0)
-        rows = OUT + head * N * D + tokens[:, None] * D + d[None, :]
-        if EVEN:
-            tl.atomic_add(rows, y, sem="relaxed")
-        else:
-            tl.atomic_add(rows, y, mask=here, sem="relaxed")
+        y = y * weight if WEIGHTED else y
+        add_rows(OUT + head * N * D, tokens, y, n, N, d, D, EVEN)

@@ -102,7 +102,7 @@ class SortedSlices:
         states = self.new_states(x.data, ties)
         inflow_kernel[self._grid](
             x.data, x.order, x.scale, self.values, self.table, self.inverse_width, states,
-            TIES=ties, ROWS=self.rows(ties), GATHER=x.order is not None,
+            ROWS=self.rows(ties), GATHER=x.order is not None,
             SCALED=x.scale is not None, **self._config(x.data.shape[-1]),
         )  # fmt: skip
         return self.scan(states, ties)
@@ -115,7 +115,7 @@ class SortedSlices:
         block_r = triton.next_power_of_2(self.poles if self.complex else 1 + ties)
         grid = (self.batch * self.slices, 2, triton.cdiv(states.shape[-1], block_d))
         scan_kernel[grid](
-            self.values, self.table, self.inverse_width, states, TIES=ties, ROWS=self.rows(ties),
+            self.values, self.table, self.inverse_width, states, ROWS=self.rows(ties),
             BLOCK_R=block_r, AHEAD=AHEAD, EXACT=self.exact, num_warps=1, **config,
         )  # fmt: skip
         return states
@@ -136,7 +136,7 @@ class SortedSlices:
             weight, out, order, dot, None if into is None else into.values, into_states,
             ROWS=states.shape[-2], GATHER=x.order is not None,
             SCALED=x.scale is not None, HAS_SCALE=scale is not None, WEIGHTED=weight is not None,
-            TO=to, NEXT_TIES=not self.complex and rows == 4, NEXT_ROWS=rows,
+            TO=to, NEXT_ROWS=rows,
             **self._config(x.data.shape[-1]),
         )  # fmt: skip
 
@@ -163,7 +163,7 @@ class SortedSlices:
             x.data, x.order, x.scale, p.data, p.order, p.scale, self.values, self.table,
             self.inverse_width, x_states, p_states, scale, weight, slope, agree, align, out, order,
             None if into is None else into.values, into_states,
-            TIES=not self.complex, ROWS=x_states.shape[-2],
+            ROWS=x_states.shape[-2],
             X_GATHER=x.order is not None, X_SCALED=x.scale is not None,
             P_GATHER=p.order is not None, P_SCALED=p.scale is not None, HAS_SCALE=scale is not None,
             WEIGHTED=weight is not None, HAS_AGREE=agree is not None, HAS_ALIGN=align is not None,

@@ -8,7 +8,6 @@ import triton.language as tl
 from espformer.ops.triton.chunks import (
     from_states,
     hand_on,
-    load_rows,
     load_sides,
     near,
     overlap,
@@ -16,6 +15,7 @@ from espformer.ops.triton.chunks import (
     positions,
     product,
 )
+from espformer.ops.triton.rows import add_rows, load_rows, store_rows
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def mix_kernel(
     OUT, OUT_ORDER, DOT, NEXT_S, NEXT_STATES, N, HEADS, L, CHUNKS, D: tl.constexpr,
     COMPLEX: tl.constexpr, ROWS: tl.constexpr, GATHER: tl.constexpr,
     SCALED: tl.constexpr, HAS_SCALE: tl.constexpr, WEIGHTED: tl.constexpr, TO: tl.constexpr,
-    NEXT_TIES: tl.constexpr, NEXT_ROWS: tl.constexpr, EVEN: tl.constexpr,
+    NEXT_ROWS: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_D: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """``y = scale · κx`` and then, by TO: "ranks": store the rows in rank order; "tokens": add
@@ -49,7 +49,6 @@ def mix_kernel(
     s, first, last = positions(S + ranks, chunk, N, C)
     states = load_sides(STATES + pair * CHUNKS * ROWS * D, chunk, d, D, COMPLEX, ROWS)
     inside = n < N
-    here = inside[:, None] & (d[None, :] < D)
     if HAS_SCALE:
         scale = tl.load(SCALE + ranks + n, mask=inside, other=0.0)
     if WEIGHTED:
@@ -57,10 +56,11 @@ def mix_kernel(
     if NEXT_ROWS > 0:
         next_s, next_first, next_last = positions(NEXT_S + ranks, chunk, N, C)
     if TO != "ranks":
+        OUT += head * N * D
         tokens = tl.load(OUT_ORDER + ranks + n, mask=inside, other=0)
-        rows = OUT + head * N * D + tokens[:, None] * D + d[None, :]
     if TO == "dot":
-        other = tl.load(rows, mask=here, other=0.0)
+        here = inside[:, None] & (d[None, :] < D)
+        other = tl.load(OUT + tokens[:, None] * D + d[None, :], mask=here, other=0.0)
 
     exact: tl.constexpr = x.dtype == tl.float32
     k, _ = near(s, first, overlap(x, x), inverse_width, COMPLEX, exact)
@@ -70,24 +70,13 @@ def mix_kernel(
     if HAS_SCALE:
         y = y * scale[:, None]
     if TO == "ranks":
-        y = y.to(OUT.dtype.element_ty)
-        at = OUT + pair * N * D + n[:, None] * D + d[None, :]
-        if EVEN:
-            tl.store(at, y)
-        else:
-            tl.store(at, y, mask=here)
+        y = store_rows(OUT + pair * N * D, y, n, N, d, D, EVEN)
         if NEXT_ROWS > 0:
             hand_on(
                 NEXT_STATES + pair * CHUNKS * NEXT_ROWS * D, TABLE, next_s, next_first, next_last,
-                chunk, tl.where(here, y, 0.0) if not EVEN else y, inverse_width, d, D,
-                COMPLEX, NEXT_TIES, NEXT_ROWS,
+                chunk, y, inverse_width, d, D, COMPLEX, NEXT_ROWS,
             )  # fmt: skip
     elif TO == "tokens":
-        if WEIGHTED:
-            y = y * weight
-        if EVEN:
-            tl.atomic_add(rows, y, sem="relaxed")
-        else:
-            tl.atomic_add(rows, y, mask=here, sem="relaxed")
+        add_rows(OUT, tokens, y * weight if WEIGHTED else y, n, N, d, D, EVEN)
     else:
         tl.store(DOT + pair * CHUNKS + chunk, tl.sum(tl.sum(y * other.to(tl.float32), 1), 0))

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from espformer.ops.autograd import refuse_double_backward
 from espformer.ops.coupling import Coupling
-from espformer.ops.triton.chunks import INTERPRETED
 from espformer.ops.triton.column import width_gradient
 from espformer.ops.triton.gather import gather_sum
+from espformer.ops.triton.instructions import INTERPRETED
 from espformer.ops.triton.launch import Rows, SortedSlices
 from espformer.ops.triton.matching import match
 from espformer.ops.triton.registration import operator

@@ -1,0 +1,86 @@
+"""Single instructions that Triton has no name for, and what the interpreter does instead."""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+QUARTER = tl.constexpr(1.5707963267948966)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if INTERPRETED:  # the interpreter knows neither libdevice nor PTX
+
+    @triton.jit
+    def fast_cosine(angle):
+        return tl.cos(angle)
+
+    @triton.jit
+    def times(x, y):
+        return x * y
+
+    @triton.jit
+    def exp2(x):
+        return tl.exp2(x)
+
+    @triton.jit
+    def exp2_minus_abs(x):
+        return tl.exp2(-tl.abs(x))
+
+    @triton.jit
+    def laid_out_like(x, model):
+        return x
+else:
+    from triton.language.extra import libdevice
+
+    @triton.jit
+    def fast_cosine(angle):
+        """Cosine, good to 2^-21 in one instruction."""
+        return libdevice.fast_cosf(angle)
+
+    @triton.jit
+    def times(x, y):
+        """A product that is rounded: not fused with what is added to it, so that ties stay ties."""
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def exp2(x):
+        """2^x in one instruction; results below the smallest normal number are zero."""
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def exp2_minus_abs(x):
+        """2^-|x|, still in one instruction: it can change the sign of what it reads."""
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 t; abs.f32 t, $1; neg.f32 t, t; ex2.approx.ftz.f32 $0, t; }", "=f,f",
+            [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+    @triton.jit
+    def laid_out_like(x, model):
+        """x itself, but held by the same threads as `model`.
+
+        A matrix that is made from two vectors has no natural layout, and the compiler's choice
+        would send every entry through shared memory on its way to the tensor cores. The layout of
+        a product's result is the one that they take operands in.
+        """
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=f,f,f", [x, model], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def cosine(angle, EXACT: tl.constexpr):
+    """Large weights multiply the waves of float32 rows, and an error of 2^-21 with them."""
+    if EXACT:
+        y = tl.cos(angle)
+    else:
+        y = fast_cosine(angle)
+    return y
