@@ -21,6 +21,7 @@ from espformer.commands.finetune import finetune
 from espformer.commands.plot import plot
 from espformer.commands.report import report
 from espformer.commands.results import results
+from espformer.revision import remember_command
 
 __all__ = ["app", "main"]
 
@@ -227,11 +228,16 @@ def reproduce(
         Path | None,
         typer.Option(help="Also keep the results in this directory, for `espformer results`."),
     ] = None,
+    skip_saved: Annotated[
+        bool, typer.Option("--skip-saved", help="Leave out runs that --save has the results of.")
+    ] = False,
     output: Output = Path("runs"),
 ) -> None:
     """Do all runs of an experiment and put the results beside the paper's.
 
     Finished runs are kept, interrupted ones go on. The table goes to OUTPUT/EXPERIMENT/results.md.
+    Runs go seed by seed, so an interrupt leaves whole comparisons. Several runs share a GPU well
+    only under NVIDIA's MPS: call nvidia-cuda-mps-control -d before --jobs 8.
 
     Examples:
 
@@ -240,12 +246,14 @@ def reproduce(
       espformer reproduce cats-dogs --only 1% --only espformer --dry-run
 
       espformer reproduce mnist-patch-size --seeds 0 data.directory=DIR --save results
+
+      espformer reproduce mnist-patch-size --save results --skip-saved
     """
     from espformer.revision import revision
     from espformer.training.display import show_plan
     from espformer.training.experiments import do_all, plan
     from espformer.training.recipe import load_recipe
-    from espformer.training.report import write_report
+    from espformer.training.report import beside_saved, write_report
 
     recipe = load_recipe(experiment)
     work = plan(
@@ -256,6 +264,7 @@ def reproduce(
         only=only or (),
         overrides=overrides or (),
     )
+    work = beside_saved(recipe, work, save, skip=skip_saved)
     console = Console()
     if dry_run:
         show_plan(console, work, jobs)
@@ -265,7 +274,7 @@ def reproduce(
     try:
         failed = do_all(work, jobs, console)
     finally:  # an interrupt, too, leaves the results of the runs that were finished
-        path, text = write_report(recipe, output, _command_line(), save)
+        path, text = write_report(recipe, output, save)
         print(text)
         print(path)
     if failed:
@@ -316,18 +325,13 @@ def _seeds(text: str | None) -> list[int] | None:
         raise ConfigError(f"--seeds: expected numbers such as 0,1,2, got '{text}'") from None
 
 
-def _command_line() -> str:
-    import shlex
-
-    return shlex.join(["espformer", *sys.argv[1:]])
-
-
 def main() -> None:
     """Run the command line; mistakes are told in words, with --debug also as a traceback."""
     from espformer.training.errors import UserError
 
     debug = "--debug" in sys.argv
     sys.argv = [argument for argument in sys.argv if argument != "--debug"]
+    remember_command(sys.argv[1:])
     try:
         app()
     except Exception as error:

@@ -1,12 +1,26 @@
-"""The commit that this package runs from."""
+"""The commit that this package runs from, and the command that it runs for."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["revision"]
+__all__ = ["command", "remember_command", "revision"]
+
+_COMMAND = "ESPFORMER_COMMAND"
+
+
+def remember_command(arguments: Sequence[str]) -> None:
+    """Keep what the user typed, for the results of this process and of those that it starts."""
+    os.environ.setdefault(_COMMAND, shlex.join(["espformer", *arguments]))
+
+
+def command() -> str | None:
+    """What the user typed; None where Python called without a command."""
+    return os.environ.get(_COMMAND)
 
 
 def revision() -> str | None:

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -195,7 +194,7 @@ def test_one_run_by_the_command_line(encoder, texts, tmp_path):
 def test_a_comparison_by_the_command_line(encoder, texts, tmp_path, monkeypatch):
     from espformer.training.results import read_file
 
-    monkeypatch.setattr(sys, "argv", ["espformer", "finetune", "as", "typed"])
+    monkeypatch.setenv("ESPFORMER_COMMAND", "espformer finetune as typed")
     options = ["--jobs", "2", "--save", str(tmp_path / "kept")]
     text = command(encoder, texts, tmp_path, *options)
     assert "3 runs: 0 finished before, 3 to do" in text
@@ -203,7 +202,7 @@ def test_a_comparison_by_the_command_line(encoder, texts, tmp_path, monkeypatch)
         assert f"| {row} |" in text
     kept = read_file(tmp_path / "kept" / "finetune-tiny-bert-tweeteval.json")
     assert {run["mechanism"] for run in kept.runs} == {"softmax", "sinkhorn", "esp"}
-    assert kept.commands == ["espformer finetune as typed"]
+    assert {run["command"] for run in kept.runs} == {"espformer finetune as typed"}
     assert "3 finished before, 0 to do" in command(encoder, texts, tmp_path, *options)
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from espformer.training import RunError, experiments, load_recipe
 from espformer.training.estimate import Estimator, words
-from espformer.training.experiments import do_all, plan, rough_work
+from espformer.training.experiments import do_all, plan, rough_work, seed_by_seed
 from espformer.training.figures import plot_experiment, plot_run
 from espformer.training.paper_numbers import TABLES, Number
 from espformer.training.records import only_one
@@ -134,6 +134,61 @@ def test_the_longest_begin_first(tmp_path):
     ]  # fmt: skip
 
 
+def test_an_interruption_leaves_whole_comparisons(tmp_path):
+    recipe = load_recipe("mnist-patch-size")
+    made = plan(recipe, recipe.name, tmp_path, only=["patch=7", "patch=4", "patch=14"])
+    jobs = seed_by_seed(made)
+    assert sorted(job.name for job in jobs) == sorted(job.name for job in made)
+    groups = list(dict.fromkeys((job.run.seed, job.run.setting) for job in jobs))
+    assert groups == [(s, f"patch={p}") for s in (0, 1, 2) for p in (4, 7, 14)]
+    for group in groups:  # all mechanisms of a group together, the longest of them first
+        labels = [job.run.label for job in jobs if (job.run.seed, job.run.setting) == group]
+        assert set(labels) == set(recipe.mechanisms)
+        assert labels[0] == "espformer-balanced"
+        assert labels[-1] == "transformer"
+    order = [(job.run.seed, job.run.setting) for job in jobs]
+    assert order == sorted(order, key=groups.index)
+
+
+def test_what_a_seed_starts_from_comes_before_it(tmp_path):
+    made = plan(load_recipe("mnist-hardening"), "mnist-hardening", tmp_path, seeds=[5, 3])
+    jobs = seed_by_seed(made)
+    assert [job.run.seed for job in jobs] == [5] * 9 + [3] * 9, "seeds as they were asked for"
+    places = {job.directory: place for place, job in enumerate(jobs)}
+    assert all(places[path] < places[job.directory] for job in jobs for path in job.needs)
+
+
+@pytest.mark.parametrize(
+    ("cards", "at_once", "overrides", "daemon", "told"),
+    [
+        (1, 2, [], False, True),
+        (1, 2, [], True, False),
+        (1, 1, [], False, False),
+        (2, 2, [], False, False),
+        (0, 2, [], False, False),
+        (1, 2, ["trainer.accelerator=cpu"], False, False),
+    ],
+    ids=["shared", "mps", "alone", "a-card-each", "no-card", "cpu"],
+)
+def test_sharing_a_card_without_mps_is_told(
+    tiny, tmp_path, monkeypatch, cards, at_once, overrides, daemon, told
+):
+    pipes = tmp_path / "pipes"
+    if daemon:
+        pipes.mkdir()
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(pipes))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: cards)
+    asked = overrides or ["trainer.accelerator=auto"]
+    made = plan(
+        load_recipe(tiny), str(tiny), tmp_path / "out", seeds=[0], only=["plain"], overrides=asked
+    )
+    for job in made:
+        job.arguments = [str(job.directory), "ok"]
+    console = Console(record=True, width=300, file=io.StringIO())
+    assert do_fake(made, at_once, console) == []
+    assert ("nvidia-cuda-mps-control -d" in console.export_text()) == told
+
+
 def test_what_is_timed_is_timed_alone(tmp_path):
     recipe = load_recipe("runtime")
     made = plan(recipe, "runtime", tmp_path, seeds=[0])[:2]
@@ -223,18 +278,18 @@ def result(label, setting, seed, **scores):
 def test_mean_and_deviation_beside_the_paper():
     recipe = load_recipe("cats-dogs")
     results = [result("espformer", "1%", s, test=50.0 + s, best=99.0) for s in range(3)]
-    text = markdown(recipe, results, "espformer reproduce cats-dogs")
+    text = markdown(recipe, results)
     assert "| espformer | here | 3 | 51.00 ± 1.00 |\n|  | paper |  | 55.66 ± 3.95 |" in text
-    assert "espformer reproduce cats-dogs" in text
+    assert "Made by" not in text, "Python called, no command"
     assert "99.0" not in text, "the best epoch was chosen on the test data"
-    alone = markdown(recipe, results[:1], "x")
+    alone = markdown(recipe, results[:1])
     assert "| espformer | here | 1 | 50.00 |" in alone, "one run has no deviation"
 
 
 def test_settings_stand_side_by_side():
     recipe = load_recipe("cats-dogs")
     results = [result("espformer", s, 0, test=float(v)) for s, v in (("1%", 55), ("25%", 75))]
-    text = markdown(recipe, results, "x")
+    text = markdown(recipe, results)
     assert "| mechanism |  | runs | 1% | 25% |" in text
     assert "| espformer | here | 1 | 55.00 | 75.00 |" in text
     assert "|  | paper |  | 55.66 ± 3.95 | 75.40 ± 0.38 |" in text
@@ -244,14 +299,14 @@ def test_settings_stand_side_by_side():
 def test_best_median_mean_worst_beside_the_paper():
     recipe = load_recipe("imdb")
     results = [result("espformer", "default", s, test=v) for s, v in enumerate((85, 86, 88, 84))]
-    text = markdown(recipe, results, "x")
+    text = markdown(recipe, results)
     assert "| espformer | here | 4 | 88.00 | 85.50 | 85.75 | 84.00 |" in text
     assert "|  | paper |  | 85.50 | 85.50 | 85.47 | 85.40 |" in text
 
 
 def test_plugged_and_tuned_beside_the_paper():
     recipe = load_recipe("iwslt14-plug-and-play")
-    text = markdown(recipe, [result("diff-espformer", "default", 0, start=30.0, test=31.0)], "x")
+    text = markdown(recipe, [result("diff-espformer", "default", 0, start=30.0, test=31.0)])
     assert "| diff-espformer, before training | here | 1 | 30.00 | 30.00 |" in text
     assert "|  | paper |  | 33.72 | – |" in text
     assert "| diff-espformer | here | 1 | 31.00 | 31.00 |" in text
@@ -259,12 +314,12 @@ def test_plugged_and_tuned_beside_the_paper():
 
 def test_what_the_paper_does_not_print():
     recipe = load_recipe("mnist-patch-size")
-    text = markdown(recipe, [result("espformer", "patch=4", 0, test=97.0)], "x")
+    text = markdown(recipe, [result("espformer", "patch=4", 0, test=97.0)])
     assert "| espformer | 1 | 97.00 |" in text
     assert "| paper |" not in text
-    incomplete = markdown(load_recipe("iwslt14"), [result("other", "default", 0, test=9.0)], "x")
+    incomplete = markdown(load_recipe("iwslt14"), [result("other", "default", 0, test=9.0)])
     assert "| other | here | 1 | 9.00 | 9.00 |" in incomplete
-    assert "No run is finished yet" in markdown(recipe, [], "x")
+    assert "No run is finished yet" in markdown(recipe, [])
 
 
 def test_paper_numbers():
@@ -287,7 +342,7 @@ def test_report_and_figures(recipe, tmp_path):
         overrides = ["trainer.attention_statistics=true"]
         run = recipe.run("transformer", "plain", seed, overrides)
         execute(run, output / "tiny" / "plain" / "transformer" / f"seed-{seed}", progress=False)
-    path, text = write_report(recipe, output, "espformer reproduce tiny.yaml")
+    path, text = write_report(recipe, output)
     assert path.read_text() == text
     assert "| transformer | 2 |" in text
     assert "row sums off" in text

@@ -3,14 +3,17 @@
 import dataclasses
 import math
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from espformer.cli import app
 from espformer.revision import revision
-from espformer.training import RunError, UserError, load_recipe
+from espformer.training import ConfigError, RunError, UserError, load_recipe
 from espformer.training.claims import CLAIMS, Claim, compare, student_two_sided, verdict
+from espformer.training.experiments import plan
+from espformer.training.report import beside_saved
 from espformer.training.results import Results, merge_files, read_file, results_page, save_file
 from espformer.training.section import markdown
 from espformer.training.strict import plain
@@ -27,7 +30,7 @@ def run(label, setting, seed, **changes):
         "recipe": recipe.name, "mechanism": label, "setting": setting, "seed": seed,
         "score": "accuracy", "scores": {"test": SCORES[label] + noise}, "epochs": 45,
         "seconds": 60.0, "parameters": 1234, "samples_per_second": 1e4, "device": "a card",
-        "versions": {"torch": "2", "espformer": "0.1", "revision": "abc"},
+        "versions": {"torch": "2", "espformer": "0.1", "revision": "abc"}, "command": "a command",
         "data": {"differences": ["a part of it"]},
         "attention": {"row_error": 0.1, "column_error": 0.2, "entropy": 0.5},
         "config": plain(recipe.run(label, setting, seed)) | changes,
@@ -38,8 +41,9 @@ def runs(seeds=(0, 1, 2), labels=tuple(SCORES), settings=("patch=4", "patch=7"))
     return [run(label, s, seed) for label in labels for s in settings for seed in seeds]
 
 
-def results(made, command="espformer reproduce mnist-patch-size"):
-    return Results("mnist-patch-size", "MNIST, impact of patch size", [command], made)
+def results(made, **conditions):
+    made = [{**one, **conditions} for one in made]
+    return Results("mnist-patch-size", "MNIST, impact of patch size", made)
 
 
 def test_a_file_gives_back_what_was_saved(tmp_path):
@@ -54,14 +58,18 @@ def test_a_file_gives_back_what_was_saved(tmp_path):
 
 def test_parts_are_merged_and_newer_runs_win(tmp_path):
     path = tmp_path / "mnist-patch-size.json"
-    save_file(results(runs(seeds=(0, 1)), "first"), path)
+    save_file(results(runs(seeds=(0, 1)), command="first"), path)
     newer = runs(seeds=(1, 2))
     newer[0]["scores"]["test"] = 12.0
-    other = save_file(results(newer, "second"), tmp_path / "part" / "results.json", merge=False)
+    part = results(newer, command="second", device="another card")
+    other = save_file(part, tmp_path / "part" / "results.json", merge=False)
     assert merge_files([other], tmp_path) == [path]
     merged = read_file(path)
-    assert merged.commands == ["first", "second"]
     assert len(merged.runs) == 3 * len(SCORES) * 2
+    made_by = {(run["seed"], run["command"], run["device"]) for run in merged.runs}
+    assert made_by == {
+        (0, "first", "a card"), (1, "second", "another card"), (2, "second", "another card"),
+    }  # fmt: skip
     changed = [r for r in merged.runs if r["scores"]["test"] == 12.0]
     assert [(r["mechanism"], r["seed"]) for r in changed] == [("transformer", 1)]
 
@@ -95,9 +103,9 @@ def test_the_section_says_what_happened():
     made = runs()
     for one in made:
         one["config"]["trainer"] = {**one["config"]["trainer"], "epochs": 15}
-    text = markdown(recipe, made, ["one command", "another"], level=2)
+    text = markdown(recipe, made, level=2)
     assert text.startswith("## MNIST, impact of patch size\n")
-    assert "`one command` and `another`" in text
+    assert "- Made by `a command`.\n- On a card; precision 32-true; torch 2;" in text
     assert "`trainer.epochs` is 15, the recipe has 45" in text
     assert "settings not run: patch=1, patch=2, patch=14, patch=28" in text
     assert "data: a part of it" in text
@@ -107,11 +115,75 @@ def test_the_section_says_what_happened():
     assert "24 runs, seeds 0, 1, 2; 24.0 min of training" in text
 
 
+def test_parts_of_an_experiment_keep_their_conditions():
+    made = runs(seeds=(0, 1), labels=("espformer",))
+    for one in made:
+        if one["setting"] == "patch=7" and one["seed"] == 1:
+            one.update(command="later", versions={**one["versions"], "revision": "def"})
+    text = markdown(load_recipe("mnist-patch-size"), made)
+    machine = "a card; precision 32-true; torch 2; espformer 0.1"
+    assert (
+        f"- 3 runs, patch=4, patch=7, seeds 0, 1: made by `a command` on {machine} at abc.\n"
+        f"- 1 run, patch=7, seed 1: made by `later` on {machine} at def.\n"
+        "- 4 runs, seeds 0, 1; 4.0 min of training"
+    ) in text
+
+
+def planned(tmp_path, **options):
+    recipe = load_recipe("mnist-patch-size")
+    return recipe, plan(recipe, recipe.name, tmp_path / "runs", **options)
+
+
+def test_saved_runs_are_left_out_when_asked(tmp_path):
+    recipe, work = planned(tmp_path, only=["patch=4", "espformer", "transformer"])
+    assert len(work) == 6
+    save_file(results(runs(seeds=(0, 2))), tmp_path / "mnist-patch-size.json")
+    assert beside_saved(recipe, work, tmp_path, skip=False) == work
+    assert beside_saved(recipe, work, tmp_path / "elsewhere", skip=True) == work
+    left = beside_saved(recipe, work, tmp_path, skip=True)
+    assert [(job.run.label, job.run.seed) for job in left] == [("transformer", 1), ("espformer", 1)]
+    with pytest.raises(ConfigError, match="--save DIR"):
+        beside_saved(recipe, work, None, skip=True)
+
+
+def test_what_others_start_from_is_left_out_with_them(tmp_path):
+    recipe = load_recipe("mnist-hardening")
+    work = plan(recipe, recipe.name, tmp_path / "runs", seeds=[0, 1])
+    assert len(work) == 2 * (7 + 2)
+    saved = [
+        {"setting": "default", "mechanism": label, "seed": 0, "config": plain(recipe.run(label))}
+        for label in recipe.mechanisms
+    ]
+    save_file(Results(recipe.name, recipe.title, saved), tmp_path / "mnist-hardening.json")
+    left = beside_saved(recipe, work, tmp_path, skip=True)
+    assert len(left) == 9
+    assert {job.run.seed for job in left} == {1}
+
+
+def test_what_cannot_join_saved_results_is_refused_before_it_runs(tmp_path):
+    save_file(results(runs(seeds=(0, 2))), tmp_path / "mnist-patch-size.json")
+    options = {"only": ["patch=4", "espformer"], "overrides": ["trainer.epochs=5"]}
+    recipe, work = planned(tmp_path, seeds=[1], **options)
+    with pytest.raises(RunError, match=r"trainer\.epochs is \d+ there and \d+ here"):
+        beside_saved(recipe, work, tmp_path, skip=False)
+    recipe, work = planned(tmp_path, seeds=[0, 2], **options)
+    assert beside_saved(recipe, work, tmp_path, skip=False) == work, "these replace all of the row"
+
+
+def test_parts_that_end_at_the_same_time_are_all_kept(tmp_path):
+    kept = tmp_path / "kept" / "mnist-patch-size.json"
+    parts = [results(runs(seeds=(seed,), labels=("espformer",))) for seed in range(8)]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        list(pool.map(lambda part: save_file(part, kept), parts))
+    assert {run["seed"] for run in read_file(kept).runs} == set(range(8))
+    assert [path.name for path in kept.parent.iterdir()] == [kept.name], "no lock is left behind"
+
+
 def test_learnt_temperatures_are_told():
     made = runs(labels=("espformer",))
     for one, t in zip(made, (0.01, 0.02, 0.03, 0.02, 0.02, 0.02), strict=True):
         one["learnt_sort_temperatures"] = [t]
-    assert "0.01 to 0.03 |" in markdown(load_recipe("mnist-patch-size"), made, "x")
+    assert "0.01 to 0.03 |" in markdown(load_recipe("mnist-patch-size"), made)
 
 
 def test_student_against_scipy():

@@ -1,6 +1,6 @@
 """`espformer finetune`: another attention in a pre-trained encoder, scored, tuned, scored again."""
 
-import sys
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -77,6 +77,7 @@ def finetune(
 
     from espformer.finetuning.config import make_experiment, read_attentions
     from espformer.finetuning.runner import execute, fit_shared_head, head_file
+    from espformer.revision import revision
     from espformer.training import launch
     from espformer.training.display import print_results
     from espformer.training.errors import ConfigError
@@ -146,16 +147,12 @@ def finetune(
         )
         for run in runs
     ]
-    failed = do_all(work, jobs, console, launch.by_command)
-    path, text = write_report(experiment, output, command_line(), save)
-    print(text)
-    print(path)
+    os.environ["ESPFORMER_REVISION"] = revision() or ""  # of the code that is loaded now
+    try:
+        failed = do_all(work, jobs, console, launch.by_command)
+    finally:  # an interrupt, too, leaves the results of the runs that were finished
+        path, text = write_report(experiment, output, save)
+        print(text)
+        print(path)
     if failed:
         raise typer.Exit(1)
-
-
-def command_line() -> str:
-    """What the user typed, for the results."""
-    import shlex
-
-    return shlex.join(["espformer", *sys.argv[1:]])

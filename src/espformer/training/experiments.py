@@ -2,7 +2,8 @@
 
 Each run is a process of its own, so a crash takes one run down and not the others, and several
 share a device. What is finished is kept, what was killed goes on from its last checkpoint. Data are
-read and prepared once, before the runs begin, and the longest runs begin first.
+read and prepared once, before the runs begin. They go seed by seed, so an interruption leaves whole
+comparisons, and the longest of a seed begin first.
 """
 
 import os
@@ -34,7 +35,7 @@ from espformer.training.recipe import Recipe
 from espformer.training.records import read_results, run_directory
 from espformer.training.runner import start_run
 
-__all__ = ["Job", "do_all", "plan", "rough_work"]
+__all__ = ["Job", "do_all", "plan", "rough_work", "seed_by_seed"]
 
 # Overrides that also hold for the runs that an experiment starts from.
 _SHARED = ("data.", "model.", "trainer.")
@@ -153,10 +154,25 @@ def do_all(
         f"{len(jobs)} runs: {len(jobs) - len(waiting)} finished before, {len(waiting)} to do, "
         f"{at_once} at once" + (" (what is timed is timed alone)" if alone else "")
     )
+    if _share_without_mps(waiting, at_once):
+        console.print(
+            "runs that share a GPU take turns, slowly: call nvidia-cuda-mps-control -d before them",
+            soft_wrap=True,
+        )
     if launcher is None:
         launcher = _launcher(waiting, at_once)
         _prepare_data(waiting, console)
-    return _Board(jobs, _longest_first(waiting), at_once, console, launcher).work()
+    return _Board(jobs, seed_by_seed(waiting), at_once, console, launcher).work()
+
+
+def _share_without_mps(waiting: list[Job], at_once: int) -> bool:
+    """Whether processes will take turns on a card, for want of NVIDIA's Multi-Process Service."""
+    cards = torch.cuda.device_count()
+    on_gpu = any(
+        isinstance(job.run, TrainingRun) and job.run.trainer.accelerator != "cpu" for job in waiting
+    )
+    pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
+    return on_gpu and 0 < cards < at_once and not pipes.exists()
 
 
 def _launcher(waiting: list[Job], at_once: int) -> Launch:
@@ -182,13 +198,36 @@ def _prepare_data(waiting: list[Job], console: Console) -> None:
                     load_task(job.run)
 
 
-def _longest_first(waiting: list[Job]) -> list[Job]:
+def seed_by_seed(waiting: list[Job]) -> list[Job]:
+    """Jobs seed by seed, then setting by setting, so that what is interrupted can be compared.
+
+    What others wait for comes before them. Among the settings of a seed, and among the runs of a
+    setting, the longest come first: none of them is left to end alone.
+    """
     work = {job.directory: rough_work(job.run) for job in waiting}
+    needed = {path for job in waiting for path in job.needs}
+    seeds = list(dict.fromkeys(job.run.seed for job in waiting))
+    longest: dict[tuple[int, str, str], float] = {}
     for job in waiting:
-        for path in job.needs:  # what others wait for comes before all of them
-            if path in work:
-                work[path] += work[job.directory]
-    return sorted(waiting, key=lambda job: -work[job.directory])
+        longest[_group(job)] = max(longest.get(_group(job), 0.0), work[job.directory])
+
+    def place(job: Job) -> tuple[Any, ...]:
+        waited_for = job.directory in needed
+        group = _group(job)
+        return (
+            seeds.index(job.run.seed),
+            not waited_for,
+            -longest[group],
+            group,
+            -work[job.directory],
+        )
+
+    return sorted(waiting, key=place)
+
+
+def _group(job: Job) -> tuple[int, str, str]:
+    """Runs of a group differ in their mechanism alone."""
+    return job.run.seed, job.run.recipe, job.run.setting
 
 
 class _Board:

@@ -13,12 +13,13 @@ import torch
 import yaml
 
 import espformer
-from espformer.revision import revision
+from espformer.revision import command, revision
 from espformer.training.config import Run
 from espformer.training.errors import RunError
 from espformer.training.strict import plain
 
 __all__ = [
+    "alone_in",
     "changes",
     "check_same",
     "conditions",
@@ -115,15 +116,16 @@ def is_first_process() -> bool:
 
 
 def conditions() -> dict[str, Any]:
-    """Versions behind a result."""
+    """The command and the versions behind a result."""
     return {
+        "command": command(),
         "versions": {
             "espformer": espformer.__version__,
             "revision": revision(),
             "torch": torch.__version__,
             "lightning": lightning.__version__,
             "python": platform.python_version(),
-        }
+        },
     }
 
 
@@ -141,6 +143,22 @@ def _processor() -> str:
         model = next(line for line in lines if line.startswith("model name"))
         return model.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+@contextlib.contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """Wait until no other process is in such a block with this directory, and keep others out."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks here: two processes on one file are the user's to avoid
+        yield
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 @contextlib.contextmanager

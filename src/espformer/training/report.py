@@ -5,14 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from espformer.training.checkpoints import read_checkpoint, write_atomically
-from espformer.training.errors import RunError
+from espformer.training.errors import ConfigError, RunError
+from espformer.training.experiments import Job
 from espformer.training.figures import read_curves
 from espformer.training.recipe import Recipe
 from espformer.training.records import read_results
-from espformer.training.results import Results, save_file
+from espformer.training.results import Results, key, read_file, save_file
 from espformer.training.section import in_order, markdown
+from espformer.training.strict import plain
 
-__all__ = ["collect", "write_report"]
+__all__ = ["beside_saved", "collect", "write_report"]
 
 Result = dict[str, Any]
 
@@ -58,19 +60,16 @@ def _temperatures(directory: Path, results: Result) -> dict[str, Any]:
     return {"learnt_sort_temperatures": learnt} if learnt else {}
 
 
-def write_report(
-    recipe: Recipe, output: Path, command: str, save: Path | None = None
-) -> tuple[Path, str]:
+def write_report(recipe: Recipe, output: Path, save: Path | None = None) -> tuple[Path, str]:
     """Write `results.json` and `results.md` of an experiment; returns the latter and its text.
 
     Args:
         recipe: the experiment.
         output: directory of all runs.
-        command: what made them.
         save: directory to keep the results in as well, merged with those that are there.
     """
-    results = Results(recipe.name, recipe.title, [command], collect(recipe, output))
-    text = markdown(recipe, results.runs, command)
+    results = Results(recipe.name, recipe.title, collect(recipe, output))
+    text = markdown(recipe, results.runs)
     directory = output / recipe.name
     if results.runs:
         save_file(results, directory / "results.json", merge=False)
@@ -78,3 +77,41 @@ def write_report(
             save_file(results, save / f"{recipe.name}.json")
     write_atomically(directory / "results.md", text)
     return directory / "results.md", text
+
+
+def beside_saved(recipe: Recipe, work: list[Job], save: Path | None, *, skip: bool) -> list[Job]:
+    """The jobs whose results can join those that are saved, told before hours are spent on them.
+
+    Args:
+        recipe: the experiment.
+        work: its jobs, and those that it starts from.
+        save: directory of saved results.
+        skip: leave out what is saved.
+    """
+    if save is None:
+        if skip:
+            raise ConfigError("--skip-saved: say with --save DIR where the results are")
+        return work
+    path = save / f"{recipe.name}.json"
+    if not path.exists():
+        return work
+    saved = read_file(path)
+    own = {job.directory: _outline(job) for job in work if job.run.recipe == recipe.name}
+    saved.merged(Results(recipe.name, recipe.title, list(own.values()))).check_rows()
+    if not skip:
+        return work
+    there = saved.keys()
+    left = [job for job in work if job.directory in own and key(own[job.directory]) not in there]
+    needed = {path for job in left for path in job.needs}
+    return [job for job in work if job in left or job.directory in needed]
+
+
+def _outline(job: Job) -> Result:
+    """What is known of a result before the run."""
+    run = job.run
+    return {
+        "setting": run.setting,
+        "mechanism": run.label,
+        "seed": run.seed,
+        "config": plain(run),
+    }

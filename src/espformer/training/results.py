@@ -1,7 +1,8 @@
 """Results to keep: all runs of an experiment in one small file, and `RESULTS.md` made of them.
 
 A file `results/EXPERIMENT.json` has what all runs share under `common`, and each run in a line of
-its own with the rest. Parts of an experiment that were done apart are merged.
+its own with the rest: its scores, and the command, the machine and the commit behind them. Parts of
+an experiment that were done apart are merged.
 """
 
 import dataclasses
@@ -15,11 +16,11 @@ from espformer.training.checkpoints import write_atomically
 from espformer.training.config import Grid
 from espformer.training.errors import RunError, UserError
 from espformer.training.recipe import Recipe, load_recipe, recipe_names
-from espformer.training.records import differences
+from espformer.training.records import alone_in, differences
 from espformer.training.section import in_order, markdown
 from espformer.training.strict import Origins
 
-__all__ = ["Results", "merge_files", "read_file", "results_page", "save_file"]
+__all__ = ["Results", "key", "merge_files", "read_file", "results_page", "save_file"]
 
 Result = dict[str, Any]
 
@@ -38,18 +39,20 @@ test without it cannot reach 5 % with fewer than six. No p is corrected for the 
 
 @dataclass(frozen=True)
 class Results:
-    """The runs of an experiment, and the commands that made them."""
+    """The runs of an experiment."""
 
     experiment: str
     title: str
-    commands: list[str]
     runs: list[Result]
 
     def merged(self, newer: "Results") -> "Results":
         """These runs and newer ones, which replace those of the same setting, mechanism, seed."""
-        runs = {_key(run): run for run in self.runs} | {_key(run): run for run in newer.runs}
-        commands = list(dict.fromkeys([*self.commands, *newer.commands]))
-        return dataclasses.replace(newer, commands=commands, runs=list(runs.values()))
+        runs = {key(run): run for run in self.runs} | {key(run): run for run in newer.runs}
+        return dataclasses.replace(newer, runs=list(runs.values()))
+
+    def keys(self) -> set[tuple[str, str, int]]:
+        """Setting, mechanism and seed of each run."""
+        return {key(run) for run in self.runs}
 
     def check_rows(self) -> None:
         """Refuse runs of one row of the table that differ in more than their seed."""
@@ -65,9 +68,9 @@ class Results:
 
     def text(self) -> str:
         """The file: what runs share once, then a line for each."""
-        runs = sorted(self.runs, key=_key)
+        runs = sorted(self.runs, key=key)
         common = _shared(runs)
-        about = {"experiment": self.experiment, "title": self.title, "commands": self.commands}
+        about = {"experiment": self.experiment, "title": self.title}
         head = json.dumps({**about, "common": common}, indent=1, ensure_ascii=False)
         lines = ",\n".join(
             "  " + json.dumps(_without(run, common), ensure_ascii=False) for run in runs
@@ -75,7 +78,8 @@ class Results:
         return f'{head[:-2]},\n "runs": [\n{lines}\n ]\n}}\n'
 
 
-def _key(run: Result) -> tuple[str, str, int]:
+def key(run: Result) -> tuple[str, str, int]:
+    """What tells a run of an experiment from the others."""
     return run["setting"], run["mechanism"], run["seed"]
 
 
@@ -84,7 +88,7 @@ def read_file(path: Path) -> Results:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         runs = [_joined(raw["common"], run) for run in raw["runs"]]
-        return Results(raw["experiment"], raw["title"], raw["commands"], runs)
+        return Results(raw["experiment"], raw["title"], runs)
     except FileNotFoundError:
         raise RunError(f"{path}: there is no such file") from None
     except (ValueError, OSError, KeyError, TypeError) as error:
@@ -96,10 +100,12 @@ def read_file(path: Path) -> Results:
 
 def save_file(results: Results, path: Path, *, merge: bool = True) -> Path:
     """Write results; with `merge` to keep them, with those that the file has already."""
-    if merge:
-        results = read_file(path).merged(results) if path.exists() else results
-        results.check_rows()
-    write_atomically(path, results.text())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with alone_in(path.parent):  # parts of an experiment may end at the same time
+        if merge:
+            results = read_file(path).merged(results) if path.exists() else results
+            results.check_rows()
+        write_atomically(path, results.text())
     return path
 
 
@@ -114,8 +120,7 @@ def results_page(directory: Path) -> str:
     every = [(_recipe(results), results) for results in map(read_file, files)]
     every.sort(key=lambda pair: (pair[0].paper is None, pair[0].name))
     sections = [
-        markdown(recipe, in_order(recipe, results.runs), results.commands, level=2)
-        for recipe, results in every
+        markdown(recipe, in_order(recipe, results.runs), level=2) for recipe, results in every
     ]
     return "\n".join([_INTRODUCTION, *sections])
 

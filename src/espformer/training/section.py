@@ -2,7 +2,7 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from espformer.training.claims import CLAIMS, Claim, Comparison, compare, verdict
@@ -49,9 +49,7 @@ def summarise(values: list[float]) -> Number:
     )
 
 
-def markdown(
-    recipe: Recipe, results: list[Result], commands: str | Sequence[str], level: int = 1
-) -> str:
+def markdown(recipe: Recipe, results: list[Result], level: int = 1) -> str:
     """The section of an experiment: claims, table, conditions, what differs from the paper."""
     table = TABLES.get(recipe.paper or "", Table("", "mean_std", {}))
     lines = [f"{'#' * level} {recipe.title}", ""]
@@ -59,12 +57,11 @@ def markdown(
         lines += [f"Paper: {table.caption}.", ""]
     if not results:
         return "\n".join([*lines, "No run is finished yet.", ""])
-    commands = [commands] if isinstance(commands, str) else list(commands)
     if recipe.task == "runtime":
         lines += _runtime(results)
     else:
         lines += _scores(table, results) + _behind(results) + _claims(recipe, results)
-    lines += _conditions(results, commands)
+    lines += _conditions(results)
     lines += _differences(recipe, table, results)
     return "\n".join([*lines, ""])
 
@@ -193,27 +190,43 @@ def _runtime(results: list[Result]) -> list[str]:
     return _grid(lines)
 
 
-def _conditions(results: list[Result], commands: list[str]) -> list[str]:
-    def several(values: list[Any]) -> str:
-        return ", ".join(str(value) for value in sorted(set(values), key=str) if value is not None)
-
-    def config(result: Result, key: str) -> Any:
-        return result["config"].get("trainer", result["config"]).get(key, "")
-
-    versions = [result["versions"] for result in results]
-    revisions = several([v.get("revision") for v in versions])
+def _conditions(results: list[Result]) -> list[str]:
+    """What made the runs, where and when: once if it is the same for all, else for each part."""
+    parts: dict[tuple[str, str], list[Result]] = defaultdict(list)
+    for result in results:
+        parts[result.get("command") or "", _machine(result)].append(result)
     seconds = sum(result.get("seconds", 0.0) for result in results)
-    return [
-        f"- Made by {' and '.join(f'`{command}`' for command in commands)}.",
-        f"- On {several([r['device'] for r in results])}; precision "
-        f"{several([config(r, 'precision') for r in results])}; torch "
-        f"{several([v['torch'] for v in versions])}; espformer "
-        f"{several([v['espformer'] for v in versions])}"
-        + (f" at {revisions}" if revisions else "")
-        + ".",
-        f"- {len(results)} runs, seeds {several([r['seed'] for r in results])}; "
-        f"{words(seconds)} of training, summed over runs.",
-    ]
+    every = f"- {_count(results)}; {words(seconds)} of training, summed over runs."
+    if len(parts) == 1:
+        ((command, machine),) = parts
+        made = [f"- Made by `{command}`."] if command else []
+        return [*made, f"- On {machine}.", every]
+    settings = len({result["setting"] for result in results}) > 1
+    lines = []
+    for (command, machine), part in parts.items():
+        by = f" by `{command}`" if command else ""
+        lines.append(f"- {_count(part, settings)}: made{by} on {machine}.")
+    return [*lines, every]
+
+
+def _machine(result: Result) -> str:
+    """Device, precision and versions behind a run."""
+    config, versions = result["config"], result["versions"]
+    precision = config.get("trainer", config).get("precision", "")
+    revision = versions.get("revision")
+    return (
+        f"{result['device']}; precision {precision}; torch {versions['torch']}; "
+        f"espformer {versions['espformer']}" + (f" at {revision}" if revision else "")
+    )
+
+
+def _count(results: list[Result], settings: bool = False) -> str:
+    """How many runs, of which settings if there are several, with which seeds."""
+    runs = f"{len(results)} run{'' if len(results) == 1 else 's'}"
+    which = [_some(dict.fromkeys(result["setting"] for result in results))] if settings else []
+    seeds = sorted({result["seed"] for result in results})
+    seed = f"seed{'' if len(seeds) == 1 else 's'} {_some(map(str, seeds))}"
+    return ", ".join([runs, *which, seed])
 
 
 def _differences(recipe: Recipe, table: Table, results: list[Result]) -> list[str]:
@@ -250,5 +263,5 @@ def _differences(recipe: Recipe, table: Table, results: list[Result]) -> list[st
     return [f"- Differs from {of}:", *(f"  - {line}" for line in lines)]
 
 
-def _some(names: Sequence[str]) -> str:
+def _some(names: Iterable[str]) -> str:
     return ", ".join(names)
