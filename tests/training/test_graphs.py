@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from espformer.data import TensorSet
+from espformer.data import Task, TensorSet
 from espformer.training import ConfigError, RunError
 from espformer.training import graphs as module
 from espformer.training.batches import SeededBatches, TensorLoader
@@ -206,6 +206,39 @@ def test_forgotten_when_settings_change():
         made.graphs(batch(value))
     assert made.graphs.recorder.recorded == 2
     assert made.graphs.recorder.plain == 4, "new kernels may have to compile"
+
+
+def tweets(count, longest=96):
+    """Texts with the lengths of tweets: 28 tokens in the middle, few beyond 50."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.normal(28.0, 8.0, (count,), generator=generator).round().clamp(3, longest)
+    lengths[7::97] = 70
+    tokens = torch.randint(1, 40, (count, longest), generator=generator, dtype=torch.int32)
+    tokens[torch.arange(longest) >= lengths[:, None]] = 0
+    return TensorSet(tokens, tokens[:, 0].long() % 2, lengths.long())
+
+
+def test_texts_have_few_shapes(recipe, tmp_path, stand, monkeypatch):
+    """Nearly all steps on texts are replayed, although hardly two batches are equally long."""
+    texts = tweets(16 * 40)
+    task = Task("texts", texts, texts, classes=2, info={"vocabulary_size": 40, "max_length": 96})
+    monkeypatch.setattr("espformer.data.load", lambda name, **options: task)
+    more = [
+        "data={set: tweeteval, batch_size: 16}", "trainer.epochs=2", "trainer.limit_batches=null",
+        "model={text_classifier: {dim: 16, depth: 1, heads: 2, mlp_dim: 16, dropout: 0.1}}",
+        "optimizer={name: sgd, learning_rate: 0.125}",
+    ]  # fmt: skip
+    results = {}
+    for graph in ("false", "true"):
+        run = recipe.run("transformer", overrides=[*more, f"trainer.cuda_graph={graph}"])
+        results[graph] = execute(run, tmp_path / graph, progress=False)
+    (recorder,) = stand.made
+    assert 2 <= recorder.recorded <= 3
+    assert recorder.plain <= 2 * 4
+    assert recorder.plain + recorder.replayed == results["true"]["steps"] == 80
+    a, b = (read_checkpoint(tmp_path / graph / "last.ckpt") for graph in results)
+    for name, value in a["state_dict"].items():
+        torch.testing.assert_close(b["state_dict"][name], value, rtol=0, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize(

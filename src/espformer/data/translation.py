@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from espformer.data.base import WIDTH_MULTIPLE, Batch, Indices, Task
+from espformer.data.base import Batch, Indices, Task
 from espformer.data.files import DataError, Files
 from espformer.data.reading import read_table, read_texts
 from espformer.data.text import check_sizes
@@ -19,6 +19,10 @@ from espformer.data.vocabulary import Ragged, Vocabulary, encode
 __all__ = ["PairSet", "read_pairs", "translation_task"]
 
 SOURCE, TARGET = "de", "en"
+
+# Widths of padded batches are multiples of this, for aligned rows. Sentences of a batch are of like
+# lengths, and a batch is never recorded: more would be padding for nothing.
+WIDTH_MULTIPLE = 8
 
 
 class PairSet(Dataset[Batch]):
