@@ -1,7 +1,10 @@
 """The command line teaches, does its work, and tells mistakes in plain words."""
 
+import inspect
+import re
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -10,6 +13,7 @@ pytest.importorskip("lightning")
 
 from typer.testing import CliRunner
 
+import espformer
 from espformer import cli
 from espformer.training import recipe_names
 
@@ -32,6 +36,7 @@ def mistake(monkeypatch, capsys):
 
     def run(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["espformer", *map(str, arguments)])
+        monkeypatch.setenv("ESPFORMER_COMMAND", "espformer in a test")
         with pytest.raises(SystemExit) as stopped:
             cli.main()
         assert stopped.value.code not in (0, None)
@@ -42,17 +47,42 @@ def mistake(monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize(
-    "command", ["train", "evaluate", "anneal", "harden", "reproduce", "recipes", "plot", "results"]
-)
+COMMANDS = {command.callback.__name__: command.callback for command in cli.app.registered_commands}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_teaches_with_examples(command):
     text = call(command, "--help")
     assert f"espformer {command}" in text
     assert "Example" in text
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_well_broken_on_a_narrow_terminal(command, monkeypatch):
+    """A line ends where the next word does not fit, and no example is broken at all."""
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
+    text = call(command, "--help").partition("╭")[0]
+    shown = [line.strip() for line in text.splitlines()]
+    paragraphs = inspect.getdoc(COMMANDS[command]).split("\n\n")
+    for paragraph in paragraphs:
+        if paragraph.startswith(" "):
+            assert paragraph.strip() in shown
+            continue
+        words = paragraph.split()
+        lines = textwrap.wrap(" ".join(words), 78, break_on_hyphens=False)
+        start = shown.index(lines[0])
+        assert shown[start : start + len(lines)] == lines
+
+
 def test_help_says_where_to_begin():
     assert "espformer train digits" in call("--help")
+
+
+def test_version():
+    version = re.escape(espformer.__version__)
+    assert re.match(
+        rf"espformer {version}( at \w+\+?)?, torch 2\.\d+.*, Python 3\.\d+", call("--version")
+    )
 
 
 def test_the_life_of_a_model(tmp_path):
@@ -102,6 +132,7 @@ def test_dry_run_shows_runs_and_time(tmp_path):
         (["reproduce", "digits", "--seeds", "one"], "--seeds: expected numbers such as 0,1,2"),
         (["reproduce", "digits", "--only", "nothing"], "has no mechanism or setting 'nothing'"),
         (["plot", "digits", "--output", "/nowhere"], "no run of digits is finished yet"),
+        (["plot", "attenton"], "no figure, no run and no experiment, did you mean 'attention'?"),
         (["train"], "Missing argument"),
         (["trian"], "No such command"),
     ],

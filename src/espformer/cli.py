@@ -15,6 +15,7 @@ except ModuleNotFoundError as missing:
         f'the command line needs {missing.name}: pip install "espformer[train]"'
     ) from None
 
+from espformer.commands import flowing
 from espformer.commands.bench import bench
 from espformer.commands.export import export
 from espformer.commands.finetune import finetune
@@ -71,8 +72,30 @@ ShowProgress = Annotated[
 ]
 
 
+def _version(asked: bool) -> None:
+    """What a report of a mistake should begin with."""
+    if asked:
+        import platform
+
+        import torch
+
+        from espformer import __version__
+        from espformer.revision import revision
+
+        commit = revision()
+        print(
+            f"espformer {__version__}" + (f" at {commit}" if commit else "")
+            + f", torch {torch.__version__}, Python {platform.python_version()}"
+        )  # fmt: skip
+        raise typer.Exit
+
+
 @app.callback()
 def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Say what this is."),
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Options of every command; `main` reads --debug wherever it stands."""
@@ -100,7 +123,7 @@ def train(
 
       espformer train digits --mechanism sinkformer --seed 1 trainer.epochs=5
 
-      espformer train cats-dogs --setting 10% data.directory=DIR trainer.precision=bf16-mixed
+      espformer train cats-dogs --setting 10% trainer.precision=bf16-mixed
 
       espformer train digits annealing.factor=0.8 harden=true --output elsewhere
     """
@@ -137,7 +160,7 @@ def evaluate(
 
       espformer evaluate runs/digits/default/espformer/seed-0
 
-      espformer evaluate runs/digits/default/espformer/seed-0 --checkpoint best --hard
+      espformer evaluate runs/digits/default/espformer/seed-0 --hard
     """
     from espformer.training import life
     from espformer.training.display import print_mapping
@@ -217,7 +240,9 @@ def reproduce(
     seeds: Annotated[
         str | None, typer.Option(help="Seeds instead of the recipe's, e.g. 0,1,2.")
     ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs at once.")] = 1,
+    jobs: Annotated[
+        int, typer.Option("--jobs", "-j", min=1, help="Runs at once; on a GPU under MPS.")
+    ] = 1,
     only: Annotated[
         list[str] | None, typer.Option(help="Keep this mechanism or setting; may be repeated.")
     ] = None,
@@ -235,9 +260,11 @@ def reproduce(
 ) -> None:
     """Do all runs of an experiment and put the results beside the paper's.
 
-    Finished runs are kept, interrupted ones go on. The table goes to OUTPUT/EXPERIMENT/results.md.
-    Runs go seed by seed, so an interrupt leaves whole comparisons. Several runs share a GPU well
-    only under NVIDIA's MPS: call nvidia-cuda-mps-control -d before --jobs 8.
+    Finished runs are kept, interrupted ones go on, seed by seed, so that an interrupt leaves whole
+    comparisons. The table goes to OUTPUT/EXPERIMENT/results.md.
+
+    With --jobs on a GPU, start NVIDIA's MPS first (nvidia-cuda-mps-control -d): without it the runs
+    take turns, and each is many times slower. Small models gain much from trainer.cuda_graph=true.
 
     Examples:
 
@@ -245,9 +272,9 @@ def reproduce(
 
       espformer reproduce cats-dogs --only 1% --only espformer --dry-run
 
-      espformer reproduce mnist-patch-size --seeds 0 data.directory=DIR --save results
+      espformer reproduce mnist-patch-size --seeds 0 data.directory=DIR
 
-      espformer reproduce mnist-patch-size --save results --skip-saved
+      espformer reproduce tweeteval --jobs 12 --save results --skip-saved
     """
     from espformer.revision import revision
     from espformer.training.display import show_plan
@@ -312,6 +339,8 @@ app.command()(bench)
 app.command()(plot)
 app.command()(report)
 app.command()(results)
+for command in app.registered_commands:
+    command.help = flowing(command.callback.__doc__ or "")
 
 
 def _seeds(text: str | None) -> list[int] | None:

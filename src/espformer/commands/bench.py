@@ -48,7 +48,7 @@ def bench(
 
       espformer bench musts paper long
 
-      espformer bench peers --tokens 512,2048 --operators esp,softmax --modes forward
+      espformer bench peers --tokens 512,2048 --operators esp,softmax
 
       espformer bench quick --device cpu --dtype float32 --no-save
     """

@@ -55,7 +55,7 @@ def export(
 
       espformer export runs/digits/default/espformer/seed-0
 
-      espformer export runs/finetune-all-MiniLM-L6-v2-tweeteval/lr-0.0001/esp/seed-0
+      espformer export runs/finetune-NAME-tweeteval/lr-0.0001/esp/seed-0
 
       espformer export bert-with-esp --format torch
     """

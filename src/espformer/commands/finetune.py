@@ -41,7 +41,9 @@ def finetune(
     examples: Annotated[
         int | None, typer.Option(min=1, help="Only so many texts of each split: to try it out.")
     ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs at once.")] = 1,
+    jobs: Annotated[
+        int, typer.Option("--jobs", "-j", min=1, help="Runs at once; on a GPU under MPS.")
+    ] = 1,
     save: Annotated[
         Path | None,
         typer.Option(help="Also keep the results in this directory, for `espformer results`."),
@@ -61,15 +63,16 @@ def finetune(
     gets the same steps. For ESP the sort temperature falls on the way, and the result is scored
     soft and with an exact sort.
 
-    Finished runs are kept, interrupted ones go on. The table goes to OUTPUT/NAME/results.md.
+    Finished runs are kept, interrupted ones go on. The table goes to OUTPUT/NAME/results.md. With
+    --jobs on a GPU, start NVIDIA's MPS first: nvidia-cuda-mps-control -d.
 
     Examples:
 
-      espformer finetune --model sentence-transformers/all-MiniLM-L6-v2 --seeds 0,1,2
+      espformer finetune -m sentence-transformers/all-MiniLM-L6-v2 --seeds 0,1,2
 
-      espformer finetune -m DIR -a softmax -a esp -r 5e-5 -r 2e-4 --precision bf16-mixed --jobs 4
+      espformer finetune -m DIR -a softmax -a esp -r 5e-5 -r 2e-4 --jobs 4
 
-      espformer finetune -m DIR -a 'hard={esp: {straight_through: true}}' --epochs 3
+      espformer finetune -m DIR -a 'hard={esp: {straight_through: true}}'
 
       espformer finetune -m DIR --data-dir DATA --examples 500 --epochs 1
     """

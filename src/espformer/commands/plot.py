@@ -42,9 +42,9 @@ def plot(
 
       espformer plot plans --to figures/plans
 
-      espformer bench && espformer plot runtime benchmarks/results/quick-cpu.csv
+      espformer plot runtime benchmarks/results/quick-cpu.csv
 
-      espformer plot patch-size results/mnist-patch-size.json --to patch-size.pdf
+      espformer plot patch-size results/mnist-patch-size.json --to patches.pdf
 
       espformer plot attention runs/digits/default/espformer/seed-0 --example 3
 
@@ -154,12 +154,16 @@ def _save(figure: Any, to: Path) -> list[Path]:
 
 
 def _run_or_experiment(target: str, output: Path, to: Path | None) -> Path:
+    from espformer.training.errors import ConfigError, nearest
     from espformer.training.figures import plot_experiment, plot_run
-    from espformer.training.recipe import load_recipe
+    from espformer.training.recipe import load_recipe, recipe_names
     from espformer.training.report import collect
 
     if (Path(target) / "config.yaml").is_file():
         return plot_run(Path(target), to or Path(target) / "curves.png")
+    if Path(target).suffix not in (".yaml", ".yml") and target not in recipe_names():
+        hint = nearest(target, [*FIGURES, *recipe_names()])
+        raise ConfigError(f"plot: '{target}' is no figure, no run and no experiment, {hint}")
     recipe = load_recipe(target)
     results = collect(recipe, output)
     return plot_experiment(recipe, results, to or output / recipe.name / "scores.png")

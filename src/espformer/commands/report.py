@@ -29,7 +29,7 @@ def report(
 
       espformer report runs/digits/default/espformer/seed-0
 
-      espformer report runs/digits/default/*/seed-0 --to digits.html --examples 7,8
+      espformer report runs/digits/default/*/seed-0 --examples 7,8
     """
     import shlex
     import sys
