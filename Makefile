@@ -59,7 +59,7 @@ bench: $(STAMP) ## time the mechanisms on this machine's CPU
 	$(BIN)/python -m benchmarks.cpu
 
 bench-gpu: $(STAMP) ## time the kernels and their peers on a GPU; results go to benchmarks/results/
-	$(BIN)/python -m espformer.bench musts paper long
+	$(BIN)/python -m espformer.bench targets paper long
 
 clean: ## remove caches, build products and demo-output/ (keeps .venv)
 	rm -rf build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 from espformer import cli
 from espformer.bench.cases import Case, Measurement
-from espformer.bench.musts import MUSTS, judge, must_cases
 from espformer.bench.operators import find
 from espformer.bench.report import is_failure, verdict_cells, verdicts
 from espformer.bench.suites import SUITES, select
+from espformer.bench.targets import TARGETS, judge, target_cases
 
-BY_TITLE = {must.title: must for must in MUSTS}
+BY_TITLE = {target.title: target for target in TARGETS}
 SOFT = BY_TITLE["soft forward, τ = 0, absolute, N = 1024"]
 RATIO = BY_TITLE["soft forward against dense ESP, N = 1024"]
 FROM = BY_TITLE["hard forward faster than flash attention from"]
@@ -44,10 +44,10 @@ def test_paper_and_long_have_their_sizes() -> None:
     }
 
 
-def times(*milliseconds: float, must=SOFT, **options) -> dict[Case, Measurement]:
+def times(*milliseconds: float, target=SOFT, **options) -> dict[Case, Measurement]:
     return {
         case: Measurement(case, ms, error=1e-3, **options)
-        for case, ms in zip(must.cases, milliseconds, strict=True)
+        for case, ms in zip(target.cases, milliseconds, strict=True)
     }
 
 
@@ -66,11 +66,11 @@ def test_verdicts(milliseconds: float, graph: float, expected: str) -> None:
 
 
 def test_ratios_and_crossings() -> None:
-    assert judge(RATIO, times(1.0, 200.0, must=RATIO)).verdict == "met"
-    assert judge(RATIO, times(1.0, 199.0, must=RATIO)).verdict == "missed"
-    crossing = judge(FROM, times(2.0, 1.0, 3.0, 4.0, must=FROM))
+    assert judge(RATIO, times(1.0, 200.0, target=RATIO)).verdict == "met"
+    assert judge(RATIO, times(1.0, 199.0, target=RATIO)).verdict == "missed"
+    crossing = judge(FROM, times(2.0, 1.0, 3.0, 4.0, target=FROM))
     assert (crossing.value, crossing.verdict) == (16384, "met")
-    never = judge(FROM, times(2.0, 3.0, 5.0, 4.0, must=FROM))
+    never = judge(FROM, times(2.0, 3.0, 5.0, 4.0, target=FROM))
     assert (never.value, never.verdict) == (math.inf, "missed")
     assert verdict_cells(never)[1] == "never"
 
@@ -87,8 +87,8 @@ def test_a_wrong_row_meets_nothing() -> None:
 
 
 def test_every_target_is_judged_once_its_rows_are_there() -> None:
-    rows = [Measurement(case, 1.0, peak_mb=1.0, error=0.0) for case in must_cases()]
-    assert len(verdicts(rows)) == len(MUSTS)
+    rows = [Measurement(case, 1.0, peak_mb=1.0, error=0.0) for case in target_cases()]
+    assert len(verdicts(rows)) == len(TARGETS)
     assert not verdicts(rows[:0])
 
 
@@ -126,7 +126,7 @@ def test_the_command_writes_what_it_found(tmp_path: Path) -> None:
 
 def test_help_teaches_with_examples() -> None:
     text = call("bench", "--help")
-    assert "espformer bench musts paper long" in text
+    assert "espformer bench targets paper long" in text
     assert "Examples" in text
 
 
@@ -152,7 +152,7 @@ def test_mistakes_are_told(
 
 
 def test_sizes_can_be_chosen() -> None:
-    cases = select("musts", shrink=16)
+    cases = select("targets", shrink=16)
     assert max(case.tokens for case in cases) == 65536
     assert {case.heads for case in select("peers", heads=3)} == {3}
     assert {case.tokens for case in select("quick", tokens="5,7", modes="forward")} == {5, 7}

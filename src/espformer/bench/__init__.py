@@ -5,7 +5,7 @@
 - :mod:`espformer.bench.exact`: the float64 results that every row is checked against;
 - :mod:`espformer.bench.clock`: medians of milliseconds, replayed graphs, peak memory;
 - :mod:`espformer.bench.runner`: one row after the other, within a budget of time;
-- :mod:`espformer.bench.suites`: the tables; :mod:`espformer.bench.musts`: those with targets;
+- :mod:`espformer.bench.suites`: the tables; :mod:`espformer.bench.targets`: those with targets;
 - :mod:`espformer.bench.report`: CSV, markdown and plot, with the conditions;
 - :mod:`espformer.bench.session`: all of it in one call, for the command and ``python -m``.
 

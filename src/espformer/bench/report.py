@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from espformer.bench.cases import Measurement
-from espformer.bench.musts import MUSTS, NO_TARGET, Verdict, judge
+from espformer.bench.targets import NO_TARGET, TARGETS, Verdict, judge
 
 __all__ = [
     "COLUMNS",
@@ -30,7 +30,7 @@ COLUMNS = (
     "operator", "backend", "mode", "tokens", "heads", "width", "slices", "dtype", "milliseconds",
     "graph_milliseconds", "peak_mb", "error", "status",
 )  # fmt: skip
-VERDICT_COLUMNS = ("target", "measured", "as a CUDA graph", "must", "aim", "error", "verdict")
+VERDICT_COLUMNS = ("target", "measured", "as a CUDA graph", "required", "aim", "error", "verdict")
 
 
 def cells(row: Measurement) -> list[str]:
@@ -48,7 +48,9 @@ def cells(row: Measurement) -> list[str]:
 def verdicts(rows: Sequence[Measurement]) -> list[Verdict]:
     """Every target whose rows were measured."""
     found = {row.case: row for row in rows}
-    return [judge(must, found) for must in MUSTS if all(case in found for case in must.cases)]
+    return [
+        judge(target, found) for target in TARGETS if all(case in found for case in target.cases)
+    ]
 
 
 def is_failure(rows: Sequence[Measurement]) -> bool:
@@ -59,8 +61,8 @@ def is_failure(rows: Sequence[Measurement]) -> bool:
 
 
 def verdict_cells(verdict: Verdict) -> list[str]:
-    must = verdict.must
-    limit = "≥" if must.more_is_better else "≤"
+    target = verdict.target
+    limit = "≥" if target.more_is_better else "≤"
 
     def amount(value: float, sign: str = "") -> str:
         if math.isnan(value):
@@ -68,16 +70,16 @@ def verdict_cells(verdict: Verdict) -> list[str]:
         if math.isinf(value):
             return "runs" if sign else "never"
         digits = f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:,.4g}"
-        return f"{sign}{sign and ' '}{digits} {must.unit}"
+        return f"{sign}{sign and ' '}{digits} {target.unit}"
 
     return [
-        must.title, amount(verdict.value), amount(verdict.graph_value), amount(must.must, limit),
-        amount(must.aim, limit), _number(verdict.error, ".1e"), verdict.verdict,
+        target.title, amount(verdict.value), amount(verdict.graph_value),
+        amount(target.required, limit), amount(target.aim, limit), _number(verdict.error, ".1e"), verdict.verdict,
     ]  # fmt: skip
 
 
 def file_stem(suite: str, device: torch.device) -> str:
-    """``musts-h200`` or ``quick-cpu``: results of different machines stand side by side."""
+    """``targets-h200`` or ``quick-cpu``: results of different machines stand side by side."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia", "")).strip("-")
     return f"{suite}-{slug}"

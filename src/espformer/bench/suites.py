@@ -9,8 +9,8 @@ from types import MappingProxyType
 import torch
 
 from espformer.bench.cases import MODES, TOLERANCES, Case
-from espformer.bench.musts import must_cases
 from espformer.bench.operators import OPERATORS, SINKHORN
+from espformer.bench.targets import target_cases
 
 __all__ = ["SUITES", "pick_device", "select"]
 
@@ -75,7 +75,7 @@ def peers() -> list[Case]:
 
 
 SUITES: Mapping[str, Callable[[], list[Case]]] = MappingProxyType(
-    {"quick": quick, "musts": must_cases, "paper": paper, "long": long, "peers": peers}
+    {"quick": quick, "targets": target_cases, "paper": paper, "long": long, "peers": peers}
 )
 
 

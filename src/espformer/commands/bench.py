@@ -10,7 +10,8 @@ __all__ = ["bench"]
 
 def bench(
     suites: Annotated[
-        list[str] | None, typer.Argument(help="quick, musts, paper, long or peers; quick if none.")
+        list[str] | None,
+        typer.Argument(help="quick, targets, paper, long or peers; quick if none."),
     ] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu; auto takes a GPU.")] = "auto",
     dtype: Annotated[
@@ -46,7 +47,7 @@ def bench(
 
       espformer bench
 
-      espformer bench musts paper long
+      espformer bench targets paper long
 
       espformer bench peers --tokens 512,2048 --operators esp,softmax
 

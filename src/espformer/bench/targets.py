@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from espformer.bench.cases import Case, Measurement
 
-__all__ = ["MUSTS", "NO_TARGET", "Must", "Verdict", "judge", "must_cases"]
+__all__ = ["NO_TARGET", "TARGETS", "Target", "Verdict", "judge", "target_cases"]
 
 Found = Mapping[Case, Measurement]
 
@@ -17,14 +17,14 @@ NO_TARGET = "for information"
 
 
 @dataclass(frozen=True)
-class Must:
+class Target:
     """One target: the number that the rows give, what it must reach, and what is aimed at."""
 
     title: str
     cases: tuple[Case, ...]
     value: Callable[[Sequence[Measurement]], float]
     unit: str
-    must: float
+    required: float
     aim: float
     more_is_better: bool = False
 
@@ -36,38 +36,38 @@ class Must:
 class Verdict:
     """A target and what was measured."""
 
-    must: Must
+    target: Target
     value: float
     graph_value: float
     verdict: str
     error: float  # the largest of its rows
 
 
-def judge(must: Must, found: Found) -> Verdict:
+def judge(target: Target, found: Found) -> Verdict:
     """Met only by rows that are all right; the graph's number is shown, never judged."""
-    rows = [found[case] for case in must.cases]
+    rows = [found[case] for case in target.cases]
     error = max((row.error for row in rows if not math.isnan(row.error)), default=math.nan)
-    value = must.value(rows)
+    value = target.value(rows)
     captured = not any(math.isnan(row.graph_milliseconds) for row in rows)
-    graph = must.value([_replayed(row) for row in rows]) if captured else math.nan
+    graph = target.value([_replayed(row) for row in rows]) if captured else math.nan
     if any(row.status.startswith("FAILED") for row in rows):
-        return Verdict(must, math.nan, math.nan, "FAILED: a result is wrong", error)
+        return Verdict(target, math.nan, math.nan, "FAILED: a result is wrong", error)
     broken = [row for row in rows if not row.ok and not row.status.startswith("too slow")]
     if math.isnan(value) and broken:
         first = broken[0]
         where = f"{first.case.operator}/{first.case.backend}"
-        return Verdict(must, value, graph, f"not measured ({where}: {first.status})", error)
-    if math.isnan(must.must):
-        return Verdict(must, value, graph, NO_TARGET, error)
-    if must.reaches(value, must.aim):
+        return Verdict(target, value, graph, f"not measured ({where}: {first.status})", error)
+    if math.isnan(target.required):
+        return Verdict(target, value, graph, NO_TARGET, error)
+    if target.reaches(value, target.aim):
         verdict = "met, and the aim"
-    elif must.reaches(value, must.must):
+    elif target.reaches(value, target.required):
         verdict = "met"
-    elif must.reaches(graph, must.must):
+    elif target.reaches(graph, target.required):
         verdict = "missed (met as a CUDA graph)"
     else:
         verdict = "missed"
-    return Verdict(must, value, graph, verdict, error)
+    return Verdict(target, value, graph, verdict, error)
 
 
 def _replayed(row: Measurement) -> Measurement:
@@ -115,48 +115,51 @@ def _against(ours: str, lengths: Sequence[int], heads: int) -> tuple[Case, ...]:
 _SOFT = Case("esp-mean", "triton")
 _TRAINED = Case("esp", "triton", BOTH)
 
-MUSTS: tuple[Must, ...] = (
-    Must("soft forward, τ = 0, absolute, N = 1024", (_SOFT,), _milliseconds, "ms", 0.9, 0.4),
-    Must(
+TARGETS: tuple[Target, ...] = (
+    Target("soft forward, τ = 0, absolute, N = 1024", (_SOFT,), _milliseconds, "ms", 0.9, 0.4),
+    Target(
         "soft forward, τ = 0, squared, N = 1024", (Case("esp-squared-mean", "triton"),),
         _milliseconds, "ms", 2.5, 1.0,
     ),
-    Must("soft forward + backward, τ = 0.1, N = 1024", (_TRAINED,), _milliseconds, "ms", 4.5, 2.0),
-    Must(
+    Target(
+        "soft forward + backward, τ = 0.1, N = 1024", (_TRAINED,),
+        _milliseconds, "ms", 4.5, 2.0,
+    ),
+    Target(
         "hard forward, τ = 0, N = 1024", (Case("esp-hard-mean", "triton"),),
         _milliseconds, "ms", 0.30, 0.15,
     ),
-    Must(
+    Target(
         "soft forward against dense ESP, N = 1024", (_SOFT, Case("esp-mean", "dense")),
         _times_faster, "× the speed", 200, 500, more_is_better=True,
     ),
-    Must(
+    Target(
         "soft forward + backward against eager Sinkhorn S = 3, N = 1024",
         (_TRAINED, Case("sinkhorn-3", "eager", BOTH)), _times_faster, "× the speed", 2, 5,
         more_is_better=True,
     ),
-    Must(
+    Target(
         "the same against the fused Sinkhorn S = 3",
         (_TRAINED, Case("sinkhorn-3", "triton", BOTH)), _times_faster, "× the speed",
         math.nan, math.nan, more_is_better=True,
     ),
-    Must(
+    Target(
         "hard forward faster than flash attention from",
         _against("esp-hard-mean", (4096, 16384), 64), _faster_from, "tokens", 16384, 4096,
     ),
-    Must(
+    Target(
         "soft forward faster than flash attention from, 16 heads",
         _against("esp-mean", (16384, 65536), 16), _faster_from, "tokens", 65536, 16384,
     ),
-    Must(
+    Target(
         "forward + backward, N = 16384, 16 heads, peak memory",
         (Case("esp", "triton", BOTH, tokens=16384, heads=16),), _megabytes, "MB", 1500, 800,
     ),
-    Must(
+    Target(
         "soft forward + backward, τ = 0.1, N = 197, 512 heads (a ViT)",
         (Case("esp", "triton", BOTH, tokens=197, heads=512),), _milliseconds, "ms", 12, 5,
     ),
-    Must(
+    Target(
         "forward + backward, N = 1048576, one head",
         (Case("esp", "triton", BOTH, tokens=1 << 20, heads=1),), _milliseconds, "ms",
         math.inf, 1000,
@@ -164,6 +167,6 @@ MUSTS: tuple[Must, ...] = (
 )  # fmt: skip
 
 
-def must_cases() -> list[Case]:
+def target_cases() -> list[Case]:
     """Every row that a target needs, once."""
-    return list(dict.fromkeys(case for must in MUSTS for case in must.cases))
+    return list(dict.fromkeys(case for target in TARGETS for case in target.cases))
