@@ -74,7 +74,8 @@ def verdict_cells(verdict: Verdict) -> list[str]:
 
     return [
         target.title, amount(verdict.value), amount(verdict.graph_value),
-        amount(target.required, limit), amount(target.aim, limit), _number(verdict.error, ".1e"), verdict.verdict,
+        amount(target.required, limit), amount(target.aim, limit),
+        _number(verdict.error, ".1e"), verdict.verdict,
     ]  # fmt: skip
 
 
