@@ -111,6 +111,51 @@ def test_a_killed_run_goes_on_once(jobs, tmp_path):
     assert do_fake(jobs, 1) == [jobs[0]], "a run that is killed again has a reason"
 
 
+class Deaf:
+    """A run that does not stop when asked to."""
+
+    def __init__(self, *_):
+        self.killed = False
+
+    def poll(self):
+        return None
+
+    def terminate(self):
+        pass
+
+    def kill(self):
+        self.killed = True
+
+    def wait(self, timeout=None):
+        if not self.killed:
+            time.sleep(timeout)
+            raise subprocess.TimeoutExpired("run", timeout)
+        return -9
+
+
+def test_an_interrupt_waits_once_for_all(jobs, monkeypatch):
+    monkeypatch.setattr(experiments, "_PATIENCE_SECONDS", 0.5)
+    made = []
+
+    def launcher(*arguments):
+        made.append(Deaf())
+        if len(made) == 3:
+            monkeypatch.setattr(experiments.time, "sleep", interrupt)
+        return made[-1]
+
+    sleep = time.sleep
+
+    def interrupt(seconds):
+        monkeypatch.setattr(experiments.time, "sleep", sleep)
+        raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        do_all(jobs, 3, QUIET, launcher)
+    assert time.monotonic() - began < 1.4, "not half a second for each"
+    assert [run.killed for run in made] == [True] * 3
+
+
 def test_failures_are_told_again_at_the_end(jobs):
     jobs[0].arguments[-1] = "fail"
     console = Console(record=True, width=300, file=io.StringIO())

@@ -40,6 +40,8 @@ __all__ = ["Job", "do_all", "plan", "rough_work", "seed_by_seed"]
 # Overrides that also hold for the runs that an experiment starts from.
 _SHARED = ("data.", "model.", "trainer.")
 _POLL_SECONDS = 0.2
+# For all runs together to stop: who interrupts waits for the results.
+_PATIENCE_SECONDS = 15.0
 
 
 @dataclass
@@ -263,8 +265,9 @@ class _Board:
             finally:
                 for _, process, _ in self.running.values():
                     process.terminate()
+                deadline = time.monotonic() + _PATIENCE_SECONDS
                 for _, process, _ in self.running.values():
-                    _end(process)
+                    _end(process, deadline)
         for job in self.failed:
             self.say(f"[red]failed[/]  {job.name}: see {job.log}", soft_wrap=True)
         return self.failed
@@ -314,10 +317,10 @@ class _Board:
         self.waiting.clear()
 
 
-def _end(process: Process) -> None:
+def _end(process: Process, deadline: float) -> None:
     """A run that was asked to stop does so after its step; a long step is not waited for."""
     try:
-        process.wait(timeout=20)
+        process.wait(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
