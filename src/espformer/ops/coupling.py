@@ -56,8 +56,9 @@ def couple(
     """
     n, m = n.long().unsqueeze(-1), m.long().unsqueeze(-1)  # (batch, 1); n·m may need 64 bits
     if name == "identity":
-        rank = torch.arange(min(rows, columns), device=n.device).expand(n.shape[0], -1)
-        return Coupling(rank, rank, (rank < torch.minimum(n, m)).to(dtype), rows)
+        rank = torch.arange(max(rows, columns), device=n.device).expand(n.shape[0], -1)
+        met = (rank < torch.minimum(n, m)).to(dtype)
+        return Coupling(rank.clamp(max=rows - 1), rank.clamp(max=columns - 1), met, rows)
     if name == "interpolate":
         rank = torch.arange(rows, device=n.device).expand(n.shape[0], -1)
         below = rank * m // n.clamp(min=1)

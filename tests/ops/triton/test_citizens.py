@@ -34,7 +34,7 @@ def plan(tokens: int = 6) -> tuple[Any, ...]:
     orders = [side.indices.int() for side in sides]
     width = torch.full((1,), 5.0, device=DEVICE, requires_grad=True)
     scales = [torch.rand(1, 2, tokens, device=DEVICE).requires_grad_() for _ in range(2)]
-    return (*values, *orders, width, *scales, None, None, None, None, None, "absolute")
+    return (*values, *orders, width, *scales, None, None, "absolute")
 
 
 def strided(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -53,7 +53,7 @@ def test_soft_operators(name: str) -> None:
     rows = numbers(1, 6, 4).requires_grad_()
     values, _, order, _, width, scale, *_ = plan()
     calls = {
-        "apply_plans": (operators.apply_plans, (rows, torch.rand(1, 2, device=DEVICE), *plan())),
+        "apply_plans": (operators.apply_plans, (rows, torch.rand(1, 2, device=DEVICE), 6, *plan())),
         "cross_plans": (operators.cross_plans, (rows, numbers(1, 6, 4), *plan())),
         "sorted_column": (sorted_column, (scale, values, width, "absolute", True)),
         "norm_costs": (norms.norm_costs, (torch.rand(1, 6, device=DEVICE), order, scale)),

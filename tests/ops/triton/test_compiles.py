@@ -13,19 +13,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from espformer.ops.exponentials import ABSOLUTE, GAUSSIAN
-from espformer.ops.triton.chunks import inflow_kernel, scan_kernel
+from espformer.ops.triton.apply import apply_kernel, cross_kernel
 from espformer.ops.triton.column import column_kernel
 from espformer.ops.triton.gather import dot_kernel, gather_kernel
 from espformer.ops.triton.grad import grad_kernel
 from espformer.ops.triton.launch import state_table
 from espformer.ops.triton.matching import match_kernel
-from espformer.ops.triton.mix import mix_kernel
 from espformer.ops.triton.norms import norm_grad_kernel, norm_kernel
 from espformer.ops.triton.ranking import pack_kernel, unpack_kernel, unrank_kernel
+from espformer.ops.triton.states import link_kernel, scan_kernel, sums_kernel
 import triton.language as tl
 
-INDICES = {"ORDER", "X_ORDER", "P_ORDER", "OUT_ORDER", "INDEX", "FROM", "TO", "WORDS", "LENGTHS"}
-SIZES = {"N", "L", "HEADS", "CHUNKS", "D", "BLOCKS"}
+INDICES = {"ORDER", "K_ORDER", "Q_ORDER", "INDEX", "FROM", "TO", "WORDS", "LENGTHS"}
+SIZES = {"N", "L", "HEADS", "CHUNKS", "D", "BLOCKS", "TOKENS", "KEYS", "QUERIES"}
 WARPS = 4
 
 
@@ -48,26 +48,23 @@ def build(kernel, constants, warps=WARPS, **types):
 def build_chunks(table, row, chunk):
     complex_ = table is not ABSOLUTE
     rows = 4 * len(table.poles) if complex_ else 4
-    base = dict(COMPLEX=complex_, ROWS=rows, BLOCK_D=64, D=64, C=chunk)
+    base = dict(COMPLEX=complex_, ROWS=rows, BLOCK_D=32, D=64, C=chunk)
     base["TABLE"] = state_table("squared" if complex_ else "absolute", row == "*fp32")
-    plain = dict(GATHER=True, SCALED=False, EVEN=False, X_SCALE=None)
-    build(inflow_kernel, base | plain, X=row)
-    scan = dict(BLOCK_R=4 if complex_ else 2, AHEAD=2, EXACT=row == "*fp32")
+    tokens = dict(X=row, G=row)
+    for through in (False, True):
+        more = dict(EVEN=through, SCALED=not through, THROUGH=through)
+        build(sums_kernel, base | more | (dict(X_SCALE=None) if through else {}), **tokens)
+    scan = dict(BLOCK_R=4 if complex_ else 2, AHEAD=2, EXACT=row == "*fp32", THROUGH=not complex_)
     build(scan_kernel, base | scan, warps=1)
-    mix = plain | dict(SCALED=True, HAS_SCALE=True, NEXT_ROWS=rows)
-    mix |= dict(WEIGHTED=False, WEIGHT=None, OUT_ORDER=None, DOT=None, TO="ranks")
-    del mix["X_SCALE"]
-    build(mix_kernel, base | mix, X=row, OUT=row)
-    end = dict(GATHER=False, ORDER=None, SCALED=False, X_SCALE=None, HAS_SCALE=False, SCALE=None)
-    end |= dict(WEIGHTED=True, NEXT_ROWS=0, NEXT_S=None, NEXT_STATES=None)
-    build(mix_kernel, base | end | dict(TO="tokens", DOT=None, EVEN=True), X=row)
-    build(mix_kernel, base | end | dict(TO="dot", EVEN=True), X=row, OUT=row)
-    grad = dict(X_GATHER=False, X_SCALED=False, X_ORDER=None, X_SCALE=None, P_GATHER=True)
-    grad |= dict(P_SCALED=True, HAS_SCALE=True, WEIGHTED=True, HAS_AGREE=True, HAS_ALIGN=True)
-    ranks = dict(TO="ranks", OUT_ORDER=None, NEXT_ROWS=rows, EVEN=False)
-    build(grad_kernel, base | grad | ranks, X=row, P=row, OUT=row)
-    tokens = dict(TO="tokens", NEXT_ROWS=0, NEXT_S=None, NEXT_STATES=None, EVEN=True)
-    build(grad_kernel, base | grad | tokens, X=row, P=row)
+    if complex_:
+        build(link_kernel, dict(D=64, ROWS=rows, BLOCK_D=64), warps=1)
+    for even in (False, True):
+        more = base | dict(EVEN=even, HAS_FIRST=not even, HAS_FINAL=not even)
+        more |= dict(FIRST=None, FINAL=None) if even else {}
+        build(apply_kernel, more | dict(ATOMIC=even), **tokens)
+        build(cross_kernel, more, **tokens)
+        none = dict(D_FIRST=None, D_FINAL=None, DG=None) if even else {}
+        build(grad_kernel, more | none | dict(ATOMIC=even, WITH_G=not even), **tokens)
 
 
 for table in (ABSOLUTE, GAUSSIAN[3]):
@@ -105,4 +102,4 @@ def test_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert len(run.stdout.splitlines()) == 33
+    assert len(run.stdout.splitlines()) == 41

@@ -12,6 +12,7 @@ from espformer.ops.triton import matching, operators
 from espformer.ops.triton.column import sorted_column
 from espformer.ops.triton.norms import norm_costs
 from espformer.ops.triton.ranking import MOST_TOKENS, rank_halves
+from espformer.ops.triton.refine import Sides, refine
 
 MOST_WIDTH = 256
 
@@ -35,7 +36,9 @@ def _supported(problem: Problem, value: Tensor) -> bool:
         return False
     if any(x[0].numel() >= 1 << 31 for x in operands if x.shape[0]):
         return False
-    return not problem.hard or (esp.same_lengths(problem) and problem.ties == "stable")
+    if esp.same_lengths(problem):
+        return not problem.hard or problem.ties == "stable"
+    return not problem.hard and problem.coupling != "interpolate"  # which is not monotone
 
 
 def plan(problem: Problem) -> Tensor:
@@ -95,26 +98,23 @@ def _soft(problem: Problem, value: Tensor, queries: esp.Ranking, keys: esp.Ranki
             keys.values.shape[-1], torch.float32,
         )  # fmt: skip
     mine, theirs = (_mixing(problem, side, width) for side in (queries, keys))
-    pairs: tuple[Tensor | None, ...] = (None, None, None)
+    sides = Sides(
+        queries.values, keys.values, queries.order, keys.order, width,
+        mine.scale_out.squeeze(-1), theirs.scale_out.squeeze(-1),
+        _column(theirs.scale_in), _column(mine.scale_in),
+    )  # fmt: skip
     if coupling is not None:
-        pairs = (coupling.rows, coupling.columns, coupling.weights)
-    sides = (queries.values, keys.values, queries.order, keys.order, width)
-    first, final = _column(theirs.scale_in), _column(mine.scale_in)
-    query_scale, key_scale = mine.scale_out.squeeze(-1), theirs.scale_out.squeeze(-1)
+        sides = refine(sides, coupling)
     costs = torch.zeros_like(queries.values[..., 0])
     if problem.inverse_temperature:
         q, k = _centred(problem)
-        cross = operators.cross_plans(
-            q, k, *sides, query_scale, key_scale, first, final, *pairs, problem.metric
-        )
+        cross = operators.cross_plans(q, k, *sides, problem.metric)
         norms = _norms(q, queries, mine, theirs, keys, coupling) + _norms(
             k, keys, theirs, mine, queries, _reversed(coupling, keys)
         )
         costs = (norms - 2 * cross) / queries.lengths.clamp(min=1).unsqueeze(-1)
     weights = problem.slice_weights(costs)
-    return operators.apply_plans(
-        value, weights, *sides, query_scale, key_scale, first, final, *pairs, problem.metric
-    )
+    return operators.apply_plans(value, weights, queries.order.shape[-1], *sides, problem.metric)
 
 
 def _mixing(problem: Problem, side: esp.Ranking, width: Tensor) -> esp.SoftMixing:

@@ -1,4 +1,4 @@
-"""Chunks of ranks, and the states that carry far-away ranks into them.
+"""Chunks of ranks: the sorted kernel within one, and what states of other chunks contribute.
 
 A program works on one chunk of C neighbouring ranks of one (head, slice). Within the chunk the
 kernel is a dense C×C matrix on the tensor cores. What other chunks contribute comes in through
@@ -7,9 +7,8 @@ states, a few rows per side and chunk: with poles p of the table of exponentials
     L_c = Σ_{j before c} exp(-p (first_c - s_j)) x_j,
     R_c = Σ_{j after c} exp(-p (s_j - last_c)) x_j
 
-where first_c and last_c are the smallest and the largest number of the chunk. `inflow` sums every
-chunk by itself, measured at its far end; `scan` hands the sums on from chunk to chunk, in place.
-States are float32, (batch, slices, chunks, rows, width). The rows are a short axis of at most
+where first_c and last_c are the smallest and the largest number of the chunk (`states.py` makes
+them). They are float32, (batch, slices, chunks, rows, width). The rows are a short axis of at most
 STATE_ROWS, so that making and using them are matrix products too:
 
     absolute: L, R and, for the backward, their ties;     squared: (Re, Im) of every pole, L then R
@@ -29,14 +28,13 @@ import triton.language as tl
 
 from espformer.ops.triton.instructions import (
     LOG2E,
-    QUARTER,
     cosine,
     exp2,
     exp2_minus_abs,
-    laid_out_like,
+    like_product,
     times,
+    with_sign,
 )
-from espformer.ops.triton.rows import load_rows
 
 STATE_ROWS = tl.constexpr(16)  # the least that a matrix product on the tensor cores takes
 
@@ -60,25 +58,33 @@ def number(S, n, N):
 
 
 @triton.jit
-def positions(S, chunk, N, C: tl.constexpr):
+def positions(S, chunk, N, C: tl.constexpr, EVEN: tl.constexpr):
     """Sorted numbers of a chunk, its first and its last; past the end the last one repeats."""
     n = chunk * C + tl.arange(0, C)
-    first, last = number(S, chunk * C, N), number(S, chunk * C + C - 1, N)
-    return tl.where(n < N, tl.load(S + n, mask=n < N, other=0.0), last), first, last
+    if not EVEN:
+        n = tl.minimum(n, N - 1)
+    return tl.load(S + n), number(S, chunk * C, N), number(S, chunk * C + C - 1, N)
 
 
 @triton.jit
-def near(s, first, model, inverse_width, COMPLEX: tl.constexpr, EXACT: tl.constexpr):
+def load_ranks(X, n, N, EVEN: tl.constexpr):
+    """One number or token per rank; zero past the end."""
+    return tl.load(X + n) if EVEN else tl.load(X + n, mask=n < N, other=0)
+
+
+@triton.jit
+def near(s, first, rows, inverse_width, COMPLEX: tl.constexpr, EXACT: tl.constexpr):
     """κ within a chunk, and the scaled differences ``s_j - s_n`` that it is a function of.
 
     To scale numbers before they are subtracted saves an instruction per entry, and the last bits.
+    `rows` are any rows of the chunk, for the layout.
     """
     rate = inverse_width if COMPLEX else inverse_width * LOG2E
     if EXACT:
-        gap = laid_out_like((s[None, :] - s[:, None]) * rate, model)
+        gap = like_product((s[None, :] - s[:, None]) * rate, rows)
     else:
         s = times(s - first, rate)
-        gap = laid_out_like(s[None, :] - s[:, None], model)
+        gap = like_product(s[None, :] - s[:, None], rows)
     k = exp2(gap * gap * -LOG2E) if COMPLEX else exp2_minus_abs(gap)
     return k, gap
 
@@ -88,7 +94,7 @@ def gap_slope(k, gap, COMPLEX: tl.constexpr):
     """κ' within a chunk: the derivative of κ in s_n. Zero between equal numbers."""
     if COMPLEX:
         return 2 * gap * k
-    return tl.where(gap > 0, k, tl.where(gap < 0, -k, 0.0))
+    return with_sign(k, gap)
 
 
 @triton.jit
@@ -111,8 +117,9 @@ def entry(TABLE: tl.constexpr, WHICH: tl.constexpr, r, ROWS: tl.constexpr):
 def waves(
     TABLE: tl.constexpr, s, first, last, inverse_width,
     KIND: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr,
+    AFTER: tl.constexpr = 0,
 ):  # fmt: skip
-    """What ties ranks to states, (ranks, state rows). By KIND:
+    """What ties ranks to states, (ranks, state rows), placed AFTER so many other rows. By KIND:
 
     "in": the share of a rank in the sums that its chunk hands on, measured at the chunk's far end;
     "out": the share of a state in κx at a rank; "slope": its share in κ'x.
@@ -120,7 +127,7 @@ def waves(
     With complex poles it is ``size · exp(-Re p · x) · cos(phase - Im p · x)``; TABLE has for every
     state row Re p, Im p, and size and phase of each kind.
     """
-    r = tl.arange(0, STATE_ROWS)[None, :]
+    r = tl.arange(0, STATE_ROWS)[None, :] - AFTER
     if COMPLEX:
         which: tl.constexpr = 2 if KIND == "in" else (4 if KIND == "out" else 6)
         half: tl.constexpr = ROWS // 2
@@ -162,11 +169,15 @@ def product(a, x, FINE: tl.constexpr = False):
 
 
 @triton.jit
-def overlap(x, y):
-    """``x yᵀ`` in float32."""
+def overlaps(x, y):
+    """``x yᵀ + y xᵀ`` in float32."""
     if x.dtype == tl.float32:
-        return tl.dot(x, tl.trans(y), input_precision="tf32x3")
-    return tl.dot(x, tl.trans(y))
+        total = tl.dot(x, tl.trans(y), input_precision="tf32x3")
+        total = tl.dot(y, tl.trans(x), total, input_precision="tf32x3")
+    else:
+        total = tl.dot(x, tl.trans(y))
+        total = tl.dot(y, tl.trans(x), total)
+    return total
 
 
 @triton.jit
@@ -186,19 +197,32 @@ def on_states(x, states, COMPLEX: tl.constexpr):
 @triton.jit
 def from_states(
     TABLE: tl.constexpr, states, y, s, first, last, inverse_width,
-    COMPLEX: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr,
+    COMPLEX: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr, gain,
 ):  # fmt: skip
     """Adds to y what other chunks contribute to κx; `states` as :func:`load_sides` gives them."""
     if COMPLEX:
-        wave = waves(TABLE, s, first, last, inverse_width, "out", True, ROWS, EXACT)
+        wave = waves(TABLE, s, first, last, inverse_width, "out", True, ROWS, EXACT) * gain
         if EXACT:
             y = tl.dot(wave, states[0], y, input_precision="tf32x3")
         else:
             y = tl.dot(wave, states[0], y, input_precision="tf32")
     else:
         left, right = reach(s, first, last, inverse_width)
+        left *= gain
+        right *= gain
         y = y + left[:, None] * states[0][None, :] + right[:, None] * states[1][None, :]
     return y
+
+
+@triton.jit
+def spread(
+    TABLE: tl.constexpr, k, x, sides, s, first, last, inverse_width,
+    COMPLEX: tl.constexpr, ROWS: tl.constexpr, gain=1.0,
+):  # fmt: skip
+    """κx at the ranks of a chunk in float32; k is κ within it, `sides`, times `gain`, enter it."""
+    exact: tl.constexpr = x.dtype == tl.float32
+    y = product(k, x)
+    return from_states(TABLE, sides, y, s, first, last, inverse_width, COMPLEX, ROWS, exact, gain)
 
 
 @triton.jit
@@ -218,121 +242,3 @@ def load_states(STATES, chunk, d, D: tl.constexpr, ROWS: tl.constexpr):
     r = tl.arange(0, STATE_ROWS)
     at = (chunk * ROWS + r)[:, None] * D + d[None, :]
     return tl.load(STATES + at, mask=(r[:, None] < ROWS) & (d[None, :] < D), other=0.0)
-
-
-@triton.jit
-def store_states(STATES, chunk, states, d, D: tl.constexpr, ROWS: tl.constexpr):
-    r = tl.arange(0, STATE_ROWS)
-    at = (chunk * ROWS + r)[:, None] * D + d[None, :]
-    tl.store(STATES + at, states, mask=(r[:, None] < ROWS) & (d[None, :] < D))
-
-
-@triton.jit
-def hand_on(
-    STATES, TABLE: tl.constexpr, s, first, last, chunk, x, inverse_width, d, D: tl.constexpr,
-    COMPLEX: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Stores the sums over rows x of a chunk that other chunks will need."""
-    wave = waves(TABLE, s, first, last, inverse_width, "in", COMPLEX, ROWS, x.dtype == tl.float32)
-    store_states(STATES, chunk, product(tl.trans(wave), x, COMPLEX), d, D, ROWS)
-
-
-@triton.jit
-def inflow_kernel(
-    X, ORDER, X_SCALE, S, TABLE: tl.constexpr, INVERSE_WIDTH, STATES, N, HEADS, L, CHUNKS,
-    D: tl.constexpr,
-    COMPLEX: tl.constexpr, ROWS: tl.constexpr,
-    GATHER: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_D: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Every chunk's own sums, measured at its last number (left) and at its first (right)."""
-    pair, head, chunk = place(HEADS, L, CHUNKS)
-    d = tl.arange(0, BLOCK_D)
-    n = chunk * C + tl.arange(0, C)
-    X += (head if GATHER else pair) * N * D
-    if GATHER:
-        ORDER += pair * N
-    if SCALED:
-        X_SCALE += pair * N
-    x = load_rows(X, ORDER, X_SCALE, n, N, d, D, GATHER, SCALED, EVEN)
-    s, first, last = positions(S + pair * N, chunk, N, C)
-    hand_on(
-        STATES + pair * CHUNKS * ROWS * D, TABLE, s, first, last, chunk, x,
-        tl.load(INVERSE_WIDTH + head), d, D, COMPLEX, ROWS,
-    )  # fmt: skip
-
-
-@triton.jit
-def turn(TABLE: tl.constexpr, x, r, ROWS: tl.constexpr, EXACT: tl.constexpr):
-    """``exp(-p x)`` of the pole of state row r, real and imaginary part."""
-    x = tl.minimum(x, 40.0)
-    size = exp2(entry(TABLE, 0, r, ROWS) * (x * -LOG2E))
-    angle = entry(TABLE, 1, r, ROWS) * x
-    return size * cosine(angle, EXACT), size * cosine(angle + QUARTER, EXACT)
-
-
-@triton.jit
-def scan_kernel(
-    S, TABLE: tl.constexpr, INVERSE_WIDTH, STATES, N, L, CHUNKS, D: tl.constexpr,
-    COMPLEX: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
-    EXACT: tl.constexpr,
-):  # fmt: skip
-    """Replaces the chunks' own sums by the states that enter them, in place.
-
-    A tile is (states of one side, columns): poles, or the state and its ties. AHEAD chunks are
-    loaded before the first of them is overwritten, so that loads overlap.
-    """
-    pair = tl.program_id(0).to(tl.int64)
-    rightwards = tl.program_id(1) == 0
-    S += pair * N
-    STATES += pair * CHUNKS * ROWS * D
-    inverse_width = tl.load(INVERSE_WIDTH + pair // L)
-    d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-    k = tl.arange(0, BLOCK_R)
-    if COMPLEX:
-        row = 2 * k + tl.where(rightwards, 0, ROWS // 2)
-        inside = (k[:, None] < ROWS // 4) & (d[None, :] < D)
-        beside: tl.constexpr = D  # from the real part to the imaginary part
-    else:
-        row = 2 * k + tl.where(rightwards, 0, 1)
-        inside = (k[:, None] < ROWS // 2) & (d[None, :] < D)
-        beside: tl.constexpr = 0
-    state = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    state_im = state
-    for i in range(0, CHUNKS, AHEAD):
-        owns = ()
-        for u in tl.static_range(AHEAD):
-            chunk = tl.where(rightwards, i + u, CHUNKS - 1 - i - u)
-            at = (chunk * ROWS + row)[:, None] * D + d[None, :]
-            mask = inside & (i + u < CHUNKS)
-            owns = owns + (tl.load(STATES + at, mask=mask, other=0.0),)
-            if COMPLEX:
-                owns = owns + (tl.load(STATES + at + beside, mask=mask, other=0.0),)
-        for u in tl.static_range(AHEAD):
-            chunk = tl.where(rightwards, i + u, CHUNKS - 1 - i - u)
-            at = (chunk * ROWS + row)[:, None] * D + d[None, :]
-            mask = inside & (i + u < CHUNKS)
-            first = number(S, chunk * C, N)
-            last = number(S, chunk * C + C - 1, N)
-            before = number(S, chunk * C - 1, N)
-            beyond = number(S, chunk * C + C, N)
-            # From where the state and the chunk's sums are measured to the next chunk's near end.
-            across = tl.where(rightwards, beyond - first, last - before) * inverse_width
-            step = tl.where(rightwards, beyond - last, first - before) * inverse_width
-            tl.store(STATES + at, state, mask=mask)
-            if COMPLEX:
-                tl.store(STATES + at + beside, state_im, mask=mask)
-                own, own_im = owns[2 * u], owns[2 * u + 1]
-                re, im = turn(TABLE, across, row[:, None], ROWS, EXACT)
-                s_re, s_im = turn(TABLE, step, row[:, None], ROWS, EXACT)
-                moved = re * state - im * state_im + s_re * own - s_im * own_im
-                state_im = re * state_im + im * state + s_re * own_im + s_im * own
-                state = moved
-            else:
-                decay = exp2(across * -LOG2E)
-                own_decay = exp2(step * -LOG2E)
-                if ROWS > 2:  # a tie goes on as long as the number stays the same
-                    decay = tl.where(k == 0, decay, tl.where(across == 0, 1.0, 0.0))[:, None]
-                    own_decay = tl.where(k == 0, own_decay, tl.where(step == 0, 1.0, 0.0))[:, None]
-                state = decay * state + own_decay * owns[u]

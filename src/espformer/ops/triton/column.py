@@ -149,7 +149,7 @@ def walk(
             y += tl.load(Y + n, mask=inside, other=0.0)
         tl.store(Y + n, y, mask=inside)
         if GRAD:
-            slope = u * x_slope + x * u_slope
+            slope = (u * x_slope + x * u_slope) * inverse_width
             if BACK:
                 slope += tl.load(SLOPE + n, mask=inside, other=0.0)
             else:
@@ -215,7 +215,7 @@ def _(x: Tensor, values: Tensor, inverse_width: Tensor, metric: str, exact: bool
 def sorted_column_backward(
     upstream: Tensor, x: Tensor, values: Tensor, inverse_width: Tensor, metric: str, exact: bool
 ) -> tuple[Tensor, Tensor]:
-    """κ P and the slope in the values."""
+    """κ P and the gradient of the values."""
     dx, slope = torch.empty_like(values), torch.empty_like(values)
     column_kernel[(values.shape[0] * values.shape[1],)](
         x, upstream, values, inverse_width, dx, slope, GRAD=True,
@@ -229,11 +229,12 @@ def _(upstream: Tensor, x: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Ten
     return values.new_empty(values.shape), values.new_empty(values.shape)
 
 
-def width_gradient(slope: Tensor, values: Tensor) -> Tensor:
-    """The gradient of the inverse width, (batch,), from slopes per unit of scaled distance."""
+def width_gradient(d_values: Tensor, values: Tensor, inverse_width: Tensor) -> Tensor:
+    """The gradient of the inverse width, (batch,), from that of the numbers that it multiplies."""
     # Forces cancel pairwise: centred numbers and double sums keep what is left of them.
     centred = values - values.mean(-1, keepdim=True)
-    return (slope * centred).sum((1, 2), dtype=torch.float64).to(slope.dtype)
+    total = (d_values * centred).sum((1, 2), dtype=torch.float64)
+    return (total / inverse_width).to(d_values.dtype)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -245,8 +246,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     x, values, width = ctx.saved_tensors
     dx, slope = sorted_column_backward(grads[0], x, values, width, ctx.metric, ctx.exact)
-    d_width = width_gradient(slope, values) if ctx.needs_input_grad[2] else None
-    return dx, slope * width.view(-1, 1, 1), d_width, None, None
+    d_width = width_gradient(slope, values, width) if ctx.needs_input_grad[2] else None
+    return dx, slope, d_width, None, None
 
 
 sorted_column.register_autograd(_backward, setup_context=_setup)

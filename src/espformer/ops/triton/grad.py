@@ -1,9 +1,14 @@
-"""The backward of ``κ``: for operand X and upstream P, ``κP`` and the slope in the numbers,
+"""The backward of a plan: gradients of ``weight · ⟨g, final κ_q scale κ_k first x⟩`` in everything.
 
-    ds_n = P_n · (κ'X)_n + X_n · (κ'P)_n = Σ_j κ'_nj (P_n · X_j + X_n · P_j),
+With ``y = κ_k x``, ``z = κ_q g``, ``W = scale · y`` and ``P = scale · z`` they are products with
+the same two kernels:
 
-per unit of scaled distance. The last form needs only the small matrices ``P Xᵀ`` of a chunk and
-``P statesᵀ``: the columns are summed by the tensor cores, and κ' is never rounded.
+    dx = κ_k P,    dg = κ_q W,    d scale_n = y_n · z_n,
+    slope of the keys' numbers:     Σ_j κ_k'_nj (P_n · x_j + x_n · P_j),
+    slope of the queries' numbers:  Σ_j κ_q'_nj (W_n · g_j + g_n · W_j).
+
+The slopes need only the small matrices ``P xᵀ + x Pᵀ`` of a chunk and ``P statesᵀ``: the columns
+are summed by the tensor cores, and κ' is never rounded.
 """
 
 from __future__ import annotations
@@ -12,144 +17,127 @@ import triton
 import triton.language as tl
 
 from espformer.ops.triton.chunks import (
-    STATE_ROWS,
-    from_states,
     gap_slope,
-    hand_on,
+    load_ranks,
     load_sides,
     load_states,
     near,
     on_states,
-    overlap,
+    overlaps,
     place,
     positions,
-    product,
+    spread,
     waves,
 )
-from espformer.ops.triton.rows import add_rows, load_rows, store_rows
+from espformer.ops.triton.instructions import roomy
+from espformer.ops.triton.rows import add_rows, load_rows
 
 
 @triton.jit
-def by_columns(
-    X, X_ORDER, X_SCALE, P, P_ORDER, P_SCALE, X_STATES, P_STATES, n, N, chunk,
-    D: tl.constexpr, X_GATHER: tl.constexpr, X_SCALED: tl.constexpr, P_GATHER: tl.constexpr,
-    P_SCALED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """``X Pᵀ``, ``P Xᵀ``, ``X p_statesᵀ`` and ``P x_statesᵀ``, summed over blocks of columns.
-
-    A float32 operand is split in three before it is multiplied: whole rows of it do not fit in
-    registers.
-    """
-    mine = tl.zeros((C, C), tl.float32)
-    theirs = tl.zeros((C, C), tl.float32)
-    mine_far = tl.zeros((C, STATE_ROWS), tl.float32)
-    theirs_far = tl.zeros((C, STATE_ROWS), tl.float32)
-    for start in range(0, D, 16):
-        d = start + tl.arange(0, 16)
-        x = load_rows(X, X_ORDER, X_SCALE, n, N, d, D, X_GATHER, X_SCALED, EVEN)
-        p = load_rows(P, P_ORDER, P_SCALE, n, N, d, D, P_GATHER, P_SCALED, EVEN)
-        mine += overlap(x, p)
-        theirs += overlap(p, x)
-        mine_far += on_states(x, load_states(P_STATES, chunk, d, D, ROWS), False)
-        theirs_far += on_states(p, load_states(X_STATES, chunk, d, D, ROWS), False)
-    return mine, theirs, mine_far, theirs_far
+def over(x, y):
+    """x / y, and zero where y is."""
+    return tl.where(y == 0, 0.0, x / tl.where(y == 0, 1.0, y))
 
 
 @triton.jit
 def grad_kernel(
-    X, X_ORDER, X_SCALE, P, P_ORDER, P_SCALE, S, TABLE: tl.constexpr, INVERSE_WIDTH,
-    X_STATES, P_STATES, SCALE,
-    WEIGHT, SLOPE, AGREE, ALIGN, OUT, OUT_ORDER, NEXT_S, NEXT_STATES, N, HEADS, L, CHUNKS,
-    D: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr,
-    X_GATHER: tl.constexpr, X_SCALED: tl.constexpr, P_GATHER: tl.constexpr, P_SCALED: tl.constexpr,
-    HAS_SCALE: tl.constexpr, WEIGHTED: tl.constexpr, HAS_AGREE: tl.constexpr,
-    HAS_ALIGN: tl.constexpr, TO: tl.constexpr, NEXT_ROWS: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_D: tl.constexpr, C: tl.constexpr,
+    X, K_ORDER, FIRST, K_S, K_SCALE, G, Q_ORDER, FINAL, Q_S, Q_SCALE, TABLE: tl.constexpr,
+    INVERSE_WIDTH, WEIGHT, X_STATES, W_STATES, G_STATES, P_STATES,
+    DX, DG, D_KEYS, D_QUERIES, D_K_SCALE, D_Q_SCALE, D_FIRST, D_FINAL, TOTALS,
+    N, KEYS, QUERIES, HEADS, L, CHUNKS, D: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr,
+    HAS_FIRST: tl.constexpr, HAS_FINAL: tl.constexpr, WITH_G: tl.constexpr,
+    ATOMIC: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``weight · ds``; AGREE gets ``X_n · (κP)_n``, ALIGN gets ``P_n · (κX)_n``.
-
-    OUT gets ``scale · κP`` in rank order, or ``weight`` times that added to the rows of the tokens.
-    It may be X itself when both are in rank order: a program reads its rows before it writes them.
-    NEXT_ROWS as in mix_kernel, with ties where the metric has them.
-    """
+    """All gradients of one chunk; TOTALS gets ``⟨g, plan x⟩`` without the weight, by chunk."""
     pair, head, chunk = place(HEADS, L, CHUNKS)
-    d = tl.arange(0, BLOCK_D)
     n = chunk * C + tl.arange(0, C)
-    ranks = pair * N
-    X += (head if X_GATHER else pair) * N * D
-    if X_GATHER:
-        X_ORDER += ranks
-    if X_SCALED:
-        X_SCALE += ranks
-    P += (head if P_GATHER else pair) * N * D
-    if P_GATHER:
-        P_ORDER += ranks
-    if P_SCALED:
-        P_SCALE += ranks
-    inverse_width = tl.load(INVERSE_WIDTH + head)
-    p = load_rows(P, P_ORDER, P_SCALE, n, N, d, D, P_GATHER, P_SCALED, EVEN)
-    s, first, last = positions(S + ranks, chunk, N, C)
-    X_STATES += pair * CHUNKS * ROWS * D
-    P_STATES += pair * CHUNKS * ROWS * D
     inside = n < N
-    if WEIGHTED:
-        weight = tl.load(WEIGHT + pair)
-    exact: tl.constexpr = p.dtype == tl.float32
+    ranks = pair * N
+    X += head * KEYS * D
+    G += head * QUERIES * D
+    if HAS_FIRST:
+        FIRST += ranks
+    if HAS_FINAL:
+        FINAL += ranks
+    X_STATES += pair * CHUNKS * ROWS * D
+    W_STATES += pair * CHUNKS * ROWS * D
+    G_STATES += pair * CHUNKS * ROWS * D
+    P_STATES += pair * CHUNKS * ROWS * D
+    keys = load_ranks(K_ORDER + ranks, n, N, EVEN)
+    queries = load_ranks(Q_ORDER + ranks, n, N, EVEN)
+    inverse_width = tl.load(INVERSE_WIDTH + head)
+    weight = tl.load(WEIGHT + pair)
+    k_scale = load_ranks(K_SCALE + ranks, n, N, EVEN)
+    q_scale = load_ranks(Q_SCALE + ranks, n, N, EVEN)
+    scale = k_scale * q_scale
+    s, first, last = positions(K_S + ranks, chunk, N, C, EVEN)
+    t, t_first, t_last = positions(Q_S + ranks, chunk, N, C, EVEN)
+    exact: tl.constexpr = X.dtype.element_ty == tl.float32
+    # Not even zero to the compiler, which would keep κ from its first use to its last: there are
+    # not enough registers for that, and it is cheap to make again.
+    zero = inverse_width * 0.0
+    by_width = weight * inverse_width
+    dots = tl.zeros((C,), tl.float32)
+    k_slope = tl.zeros((C,), tl.float32)
+    q_slope = tl.zeros((C,), tl.float32)
+    first_dots = tl.zeros((C,), tl.float32)
+    final_dots = tl.zeros((C,), tl.float32)
+    for start in tl.static_range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        x = load_rows(X, FIRST, keys, n, N, d, D, HAS_FIRST, EVEN)
+        g = load_rows(G, FINAL, queries, n, N, d, D, HAS_FINAL, EVEN)
+        k, _ = near(s, first, x, inverse_width, COMPLEX, exact)
+        sides = load_sides(X_STATES, chunk, d, D, COMPLEX, ROWS)
+        y = spread(TABLE, k, x, sides, s, first, last, inverse_width, COMPLEX, ROWS)
+        sides = load_sides(G_STATES, chunk, d, D, COMPLEX, ROWS)
+        k, _ = near(t, t_first, x, inverse_width, COMPLEX, exact)
+        z = spread(TABLE, k, g, sides, t, t_first, t_last, inverse_width, COMPLEX, ROWS)
+        dots += tl.sum(y * z, 1)
+        x = roomy(x)
+        g = roomy(g)
 
-    # One product after another, each summed at once: registers decide how many programs fit.
-    if exact:
-        mine, theirs, mine_far, theirs_far = by_columns(
-            X, X_ORDER, X_SCALE, P, P_ORDER, P_SCALE, X_STATES, P_STATES, n, N, chunk, D,
-            X_GATHER, X_SCALED, P_GATHER, P_SCALED, EVEN, ROWS, C,
-        )  # fmt: skip
-    else:
-        x = load_rows(X, X_ORDER, X_SCALE, n, N, d, D, X_GATHER, X_SCALED, EVEN)
-        if x.dtype != p.dtype:  # float16 tokens meet bfloat16 scratch
-            x = x.to(tl.bfloat16)
-            p = p.to(tl.bfloat16)
-        x_states = load_states(X_STATES, chunk, d, D, ROWS)
-        p_states = load_states(P_STATES, chunk, d, D, ROWS)
-        mine = overlap(x, p)  # X_n · P_j
-    k, gap = near(s, first, mine, inverse_width, COMPLEX, exact)
-    k_slope = gap_slope(k, gap, COMPLEX)
-    slope = tl.sum(k_slope * mine, 1)
-    if HAS_AGREE:
-        agree = tl.sum(k * mine, 1)
-    if not exact:
-        theirs = overlap(p, x)  # P_n · X_j
-    slope += tl.sum(k_slope * theirs, 1)
-    if HAS_ALIGN:
-        align = tl.sum(k * theirs, 1)
-    near_product = product(k, p)
+        w = (y * scale[:, None]).to(x.dtype)
+        p = (z * scale[:, None]).to(x.dtype)
 
-    if not exact:
-        mine_far = on_states(x, p_states, COMPLEX)
-        theirs_far = on_states(p, x_states, COMPLEX)
-    wave = waves(TABLE, s, first, last, inverse_width, "slope", COMPLEX, ROWS, exact)
-    slope += tl.sum(wave * (mine_far + theirs_far), 1)
-    if WEIGHTED:
-        slope *= weight
-    tl.store(SLOPE + ranks + n, slope, mask=inside)
-    if HAS_AGREE or HAS_ALIGN:
-        wave = waves(TABLE, s, first, last, inverse_width, "out", COMPLEX, ROWS, exact)
-    if HAS_AGREE:
-        tl.store(AGREE + ranks + n, agree + tl.sum(wave * mine_far, 1), mask=inside)
-    if HAS_ALIGN:
-        tl.store(ALIGN + ranks + n, align + tl.sum(wave * theirs_far, 1), mask=inside)
+        # One side after the other: registers decide how many programs fit.
+        k, gap = near(t + zero, t_first, x, inverse_width, COMPLEX, exact)
+        q_slope += tl.sum(gap_slope(k, gap, COMPLEX) * overlaps(w, g), 1)
+        far = on_states(w, load_states(G_STATES, chunk, d, D, ROWS), COMPLEX)
+        far += on_states(g, load_states(W_STATES, chunk, d, D, ROWS), COMPLEX)
+        wave = waves(TABLE, t, t_first, t_last, inverse_width, "slope", COMPLEX, ROWS, exact)
+        q_slope += tl.sum(wave * far, 1)
+        if WITH_G or HAS_FINAL:
+            sides = load_sides(W_STATES, chunk, d, D, COMPLEX, ROWS)
+            dg = spread(TABLE, k, w, sides, t, t_first, t_last, inverse_width, COMPLEX, ROWS)
+            if HAS_FINAL:
+                final_dots += tl.sum(dg * g.to(tl.float32), 1)
+            if WITH_G:
+                add_rows(
+                    DG, FINAL, weight, dg, queries, pair, head, n, N, QUERIES, d, D, HAS_FINAL,
+                    ATOMIC, EVEN,
+                )  # fmt: skip
 
-    sides = load_sides(P_STATES, chunk, d, D, COMPLEX, ROWS)
-    y = from_states(TABLE, sides, near_product, s, first, last, inverse_width, COMPLEX, ROWS, exact)
-    if HAS_SCALE:
-        y = y * tl.load(SCALE + ranks + n, mask=inside, other=0.0)[:, None]
-    if TO == "ranks":
-        y = store_rows(OUT + pair * N * D, y, n, N, d, D, EVEN)
-        if NEXT_ROWS > 0:
-            next_s, next_first, next_last = positions(NEXT_S + ranks, chunk, N, C)
-            hand_on(
-                NEXT_STATES + pair * CHUNKS * NEXT_ROWS * D, TABLE, next_s, next_first, next_last,
-                chunk, y, inverse_width, d, D, COMPLEX, NEXT_ROWS,
-            )  # fmt: skip
-    elif TO == "tokens":
-        tokens = tl.load(OUT_ORDER + ranks + n, mask=inside, other=0)
-        y = y * weight if WEIGHTED else y
-        add_rows(OUT + head * N * D, tokens, y, n, N, d, D, EVEN)
+        k, gap = near(s + zero, first, x, inverse_width, COMPLEX, exact)
+        k_slope += tl.sum(gap_slope(k, gap, COMPLEX) * overlaps(p, x), 1)
+        far = on_states(p, load_states(X_STATES, chunk, d, D, ROWS), COMPLEX)
+        far += on_states(x, load_states(P_STATES, chunk, d, D, ROWS), COMPLEX)
+        wave = waves(TABLE, s, first, last, inverse_width, "slope", COMPLEX, ROWS, exact)
+        k_slope += tl.sum(wave * far, 1)
+        sides = load_sides(P_STATES, chunk, d, D, COMPLEX, ROWS)
+        dx = spread(TABLE, k, p, sides, s, first, last, inverse_width, COMPLEX, ROWS)
+        if HAS_FIRST:
+            first_dots += tl.sum(dx * x.to(tl.float32), 1)
+        add_rows(DX, FIRST, weight, dx, keys, pair, head, n, N, KEYS, d, D, HAS_FIRST, ATOMIC, EVEN)
+
+    tl.store(D_KEYS + ranks + n, k_slope * by_width, mask=inside)
+    tl.store(D_QUERIES + ranks + n, q_slope * by_width, mask=inside)
+    tl.store(TOTALS + pair * CHUNKS + chunk, tl.sum(dots * scale, 0))
+    dots *= weight
+    tl.store(D_K_SCALE + ranks + n, dots * q_scale, mask=inside)
+    tl.store(D_Q_SCALE + ranks + n, dots * k_scale, mask=inside)
+    if HAS_FIRST:
+        factor = tl.load(FIRST + n, mask=inside, other=0.0)
+        tl.store(D_FIRST + ranks + n, over(first_dots * weight, factor), mask=inside)
+    if HAS_FINAL:
+        factor = tl.load(FINAL + n, mask=inside, other=0.0)
+        tl.store(D_FINAL + ranks + n, over(final_dots * weight, factor), mask=inside)

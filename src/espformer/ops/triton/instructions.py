@@ -31,8 +31,16 @@ if INTERPRETED:  # the interpreter knows neither libdevice nor PTX
         return tl.exp2(-tl.abs(x))
 
     @triton.jit
-    def laid_out_like(x, model):
+    def like_product(x, rows):
         return x
+
+    @triton.jit
+    def roomy(x):
+        return x
+
+    @triton.jit
+    def with_sign(x, y):
+        return tl.where(y > 0, x, tl.where(y < 0, -x, 0.0))
 else:
     from triton.language.extra import libdevice
 
@@ -64,16 +72,35 @@ else:
         )  # fmt: skip
 
     @triton.jit
-    def laid_out_like(x, model):
-        """x itself, but held by the same threads as `model`.
+    def like_product(x, rows):
+        """x itself, but held by the same threads as the matrix product ``rows rowsᵀ``.
 
         A matrix that is made from two vectors has no natural layout, and the compiler's choice
         would send every entry through shared memory on its way to the tensor cores. The layout of
-        a product's result is the one that they take operands in.
+        a product's result is the one that they take operands in. So here is a product, of rows
+        that lie in shared memory anyway, and nobody looks at it.
         """
+        product = tl.dot(rows, tl.trans(rows))
         return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=f,f,f", [x, model], dtype=tl.float32, is_pure=True, pack=1
+            "mov.b32 $0, $1;", "=f,f,f", [x, product], dtype=tl.float32, is_pure=True, pack=1
         )
+
+    @triton.jit
+    def with_sign(x, y):
+        """x with the sign of y, and zero where y is."""
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 t; .reg .pred p;
+            and.b32 t, $2, 0x80000000; xor.b32 t, t, $1;
+            setp.eq.f32 p, $2, 0f00000000; selp.b32 $0, 0, t, p; }""",
+            "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+    @triton.jit
+    def roomy(x):
+        """x in a type with the range of float32: means over many tokens leave that of float16."""
+        if x.dtype == tl.float16:
+            x = x.to(tl.bfloat16)
+        return x
 
 
 @triton.jit

@@ -1,35 +1,55 @@
-"""Launches of the chunk kernels: the sorted kernel of some slices, on the GPU."""
+"""Launches of the chunk kernels: the plans of some slices, on the GPU."""
 
 from __future__ import annotations
 
 import cmath
 import functools
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from espformer.ops.exponentials import ABSOLUTE, GAUSSIAN, ExponentialSum
-from espformer.ops.triton.chunks import inflow_kernel, scan_kernel
+from espformer.ops.triton.apply import apply_kernel, cross_kernel
 from espformer.ops.triton.grad import grad_kernel
-from espformer.ops.triton.mix import mix_kernel
+from espformer.ops.triton.states import link_kernel, scan_kernel, sums_kernel
 
 # Ranks of a chunk for 16-bit and for 32-bit rows (those are split in three: registers are short).
 CHUNK = {2: 64, 4: 16}
 # Chunks whose states are loaded together when they are scanned.
 AHEAD = 8
+# Registers per thread for 16-bit rows: with more of them fewer programs fit on a multiprocessor.
+REGISTERS = {"apply": 168, "cross": 128, "grad": 168}
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows of an operand: of tokens, read through a permutation, or in rank order; maybe scaled."""
+def column_block(width: int, exact: bool) -> int:
+    """Columns that a program holds at once: a power of two up to 64 that wastes little."""
+    if width % 64 == 0 and not exact:
+        return 64
+    return min(32, max(16, triton.next_power_of_2(width)))
 
-    data: Tensor  # (batch, N, width) with an order, else (batch, L, N, width)
-    order: Tensor | None = None  # (batch, L, N) int32
-    scale: Tensor | None = None  # (batch, L, N)
+
+class Side(NamedTuple):
+    """Queries or keys of some slices, (batch, L, N), by rank."""
+
+    values: Tensor
+    order: Tensor  # the token of each rank, int32
+    scale: Tensor  # towards the other side
+    factor: Tensor | None  # towards the tokens: `first` of the keys, `final` of the queries
+
+
+class Gradients(NamedTuple):
+    """Room for what the backward of plans finds; None where there is nothing to differentiate."""
+
+    weight: Tensor  # (batch, L), without the weight in it; all others (batch, L, N), with it
+    query_values: Tensor
+    key_values: Tensor
+    query_scale: Tensor
+    key_scale: Tensor
+    first: Tensor | None
+    final: Tensor | None
 
 
 def exponentials(metric: str, exact: bool) -> ExponentialSum:
@@ -57,115 +77,147 @@ def state_table(metric: str, exact: bool) -> tuple[float, ...]:
     return tuple(numbers)
 
 
-class SortedSlices:
-    """``κ`` of (batch, L, N) sorted numbers, for operands of any width.
+def _state_rows(metric: str, exact: bool, ties: bool) -> int:
+    """State rows of a chunk, both sides together; only the absolute metric minds ties."""
+    if metric == "absolute":
+        return 4 if ties else 2
+    return 4 * len(exponentials(metric, exact).poles)
 
-    The same contract as :class:`espformer.ops.sorted_kernel.SortedKernel`, its torch twin, but for
-    the permutations, which the kernels apply while they load and store rows.
+
+class PlanKernels:
+    """The plans of some slices, ``final · κ_q · scale · κ_k · first``, and what is done with them.
+
+    All numbers are (batch, L, N) by rank: rank n of the queries meets rank n of the keys. The torch
+    twin of κ is :class:`espformer.ops.sorted_kernel.SortedKernel`.
     """
 
     def __init__(
-        self, values: Tensor, inverse_width: Tensor, metric: str, dtype: torch.dtype
-    ) -> None:
-        self.values, self.inverse_width = values, inverse_width
-        self.batch, self.slices, self.ranks = values.shape
-        self.complex = metric != "absolute"
-        self.chunk, self.exact = CHUNK[dtype.itemsize], dtype.itemsize == 4
-        self.poles = len(exponentials(metric, self.exact).poles)
+        self, dtype: torch.dtype, metric: str, query_values: Tensor, key_values: Tensor,
+        query_order: Tensor, key_order: Tensor, inverse_width: Tensor, query_scale: Tensor,
+        key_scale: Tensor, first: Tensor | None, final: Tensor | None,
+    ) -> None:  # fmt: skip
+        self.keys = Side(key_values, key_order, key_scale, first)
+        self.queries = Side(query_values, query_order, query_scale, final)
+        self.inverse_width = inverse_width
+        self.batch, self.slices, self.ranks = key_values.shape
+        self.metric, self.complex = metric, metric != "absolute"
+        self.exact = dtype.itemsize == 4
+        self.chunk = CHUNK[dtype.itemsize]
         self.table = state_table(metric, self.exact)
         self.chunks = triton.cdiv(self.ranks, self.chunk)
 
-    def rows(self, ties: bool) -> int:
-        """State rows per chunk, both sides together."""
-        return 4 * self.poles if self.complex else 2 + 2 * ties
+    @staticmethod
+    def scratch_bytes(x: Tensor, values: Tensor, metric: str, backward: bool) -> int:
+        """What the states of one slice take."""
+        chunks = triton.cdiv(values.shape[-1], CHUNK[x.element_size()])
+        rows = _state_rows(metric, x.element_size() == 4, backward)
+        return (4 if backward else 2) * chunks * rows * (x.shape[-1] + rows) * 4
 
-    def new_states(self, like: Tensor, ties: bool = False) -> Tensor:
-        """Room for states, (batch, L, chunks, rows, width)."""
-        shape = (self.batch, self.slices, self.chunks, self.rows(ties), like.shape[-1])
-        return torch.empty(shape, device=like.device, dtype=torch.float32)
+    def apply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """Adds ``Σ_l weight_l plan_l x`` to `out`, or to a row per slice if it has slices."""
+        x_states, w_states = self._states(self.keys, x, self.queries, ties=False)
+        keys, queries = self.keys, self.queries
+        apply_kernel[self._grid](
+            x, keys.order, keys.factor, keys.values, keys.scale, queries.values, queries.scale,
+            queries.order, queries.factor, self.table, self.inverse_width, x_states, w_states,
+            weight, out, KEYS=x.shape[-2], QUERIES=out.shape[-2], ROWS=x_states.shape[-2],
+            ATOMIC=out.dim() == 3, **self._factors, **self._config(x, "apply"),
+        )  # fmt: skip
 
-    def _config(self, width: int) -> dict[str, Any]:
-        block_d = max(16, triton.next_power_of_2(width))
-        return {
-            "N": self.ranks, "HEADS": self.batch, "L": self.slices, "CHUNKS": self.chunks,
-            "D": width, "COMPLEX": self.complex, "BLOCK_D": block_d, "C": self.chunk,
-            "EVEN": block_d == width and self.ranks % self.chunk == 0,
-            "num_warps": max(2, block_d // 32) if self.exact else 8 if block_d > 128 else 4,
-        }  # fmt: skip
+    def cross(self, g: Tensor, x: Tensor) -> Tensor:
+        """``⟨g, plan_l x⟩`` of every slice: (batch, L)."""
+        x_states, _ = self._states(self.keys, x, None, ties=False)
+        g_states, _ = self._states(self.queries, g, None, ties=False)
+        keys, queries = self.keys, self.queries
+        totals = self.inverse_width.new_empty(self.batch, self.slices, self.chunks)
+        cross_kernel[self._grid](
+            x, keys.order, keys.factor, keys.values, keys.scale, g, queries.order, queries.factor,
+            queries.values, queries.scale, self.table, self.inverse_width, x_states, g_states,
+            totals, KEYS=x.shape[-2], QUERIES=g.shape[-2], ROWS=x_states.shape[-2],
+            **self._factors, **self._config(x, "cross"),
+        )  # fmt: skip
+        return totals.sum(-1)
+
+    def grad(
+        self, g: Tensor, x: Tensor, weight: Tensor, dx: Tensor, dg: Tensor | None, found: Gradients
+    ) -> None:
+        """Gradients of ``Σ_l weight_l ⟨g, plan_l x⟩``: adds to dx and dg, writes to `found`."""
+        x_states, w_states = self._states(self.keys, x, self.queries, ties=True)
+        g_states, p_states = self._states(self.queries, g, self.keys, ties=True)
+        keys, queries = self.keys, self.queries
+        totals = weight.new_empty(self.batch, self.slices, self.chunks)
+        grad_kernel[self._grid](
+            x, keys.order, keys.factor, keys.values, keys.scale, g, queries.order, queries.factor,
+            queries.values, queries.scale, self.table, self.inverse_width, weight,
+            x_states, w_states, g_states, p_states, dx, dg, found.key_values, found.query_values,
+            found.key_scale, found.query_scale, found.first, found.final, totals,
+            KEYS=x.shape[-2], QUERIES=g.shape[-2], ROWS=x_states.shape[-2],
+            WITH_G=dg is not None, ATOMIC=dx.dim() == 3, **self._factors,
+            **self._config(x, "grad"),
+        )  # fmt: skip
+        torch.sum(totals, -1, out=found.weight)
 
     @property
     def _grid(self) -> tuple[int]:
         return (self.batch * self.slices * self.chunks,)
 
-    def states(self, x: Rows, ties: bool = False) -> Tensor:
-        """The states that enter every chunk: (batch, L, chunks, rows, width)."""
-        states = self.new_states(x.data, ties)
-        inflow_kernel[self._grid](
-            x.data, x.order, x.scale, self.values, self.table, self.inverse_width, states,
-            ROWS=self.rows(ties), GATHER=x.order is not None,
-            SCALED=x.scale is not None, **self._config(x.data.shape[-1]),
-        )  # fmt: skip
-        return self.scan(states, ties)
+    @property
+    def _factors(self) -> dict[str, bool]:
+        return {
+            "HAS_FIRST": self.keys.factor is not None,
+            "HAS_FINAL": self.queries.factor is not None,
+        }
 
-    def scan(self, states: Tensor, ties: bool = False) -> Tensor:
+    def _config(self, x: Tensor, kernel: str = "") -> dict[str, Any]:
+        width = x.shape[-1]
+        block_d = column_block(width, self.exact)
+        bound = {} if self.exact or not kernel else {"maxnreg": REGISTERS[kernel]}
+        return bound | {
+            "N": self.ranks, "HEADS": self.batch, "L": self.slices, "CHUNKS": self.chunks,
+            "D": width, "COMPLEX": self.complex, "BLOCK_D": block_d, "C": self.chunk,
+            "EVEN": width % block_d == 0 and self.ranks % self.chunk == 0,
+            "num_warps": 2 if self.exact else 4,
+        }  # fmt: skip
+
+    def _states(
+        self, side: Side, x: Tensor, onward: Side | None, ties: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """States of rows x for κ of a side, and of ``scale · κx`` for κ of the side after it."""
+        rows = _state_rows(self.metric, self.exact, ties)
+        shape = (self.batch, self.slices, self.chunks, rows)
+        states = self.inverse_width.new_empty(*shape, x.shape[-1])
+        after = links = None
+        if onward is not None:
+            after = torch.empty_like(states)
+            links = self.inverse_width.new_empty(*shape, rows)
+        other = side if onward is None else onward
+        sums_kernel[self._grid](
+            x, side.order, side.factor, side.values, other.values, side.scale, other.scale,
+            self.table, self.inverse_width, states, after, links, TOKENS=x.shape[-2], ROWS=rows,
+            SCALED=side.factor is not None, THROUGH=onward is not None, **self._config(x),
+        )  # fmt: skip
+        self._scan(side, states, None, None)
+        if after is not None and self.complex:
+            block_d = column_block(x.shape[-1], self.exact)
+            link_kernel[self._grid](
+                states, after, links, D=x.shape[-1], ROWS=rows, BLOCK_D=block_d, num_warps=1
+            )
+            self._scan(other, after, None, None)
+        elif after is not None:
+            self._scan(other, after, states, links)
+        return states, after
+
+    def _scan(
+        self, side: Side, states: Tensor, before: Tensor | None, links: Tensor | None
+    ) -> None:
         """Every chunk's own sums to the states that enter it, in place."""
-        config = self._config(states.shape[-1])
-        del config["EVEN"], config["num_warps"], config["HEADS"]
-        config["BLOCK_D"] = block_d = min(64, config["BLOCK_D"])
-        block_r = triton.next_power_of_2(self.poles if self.complex else 1 + ties)
-        grid = (self.batch * self.slices, 2, triton.cdiv(states.shape[-1], block_d))
+        rows, width = states.shape[-2:]
+        block_d = min(64, max(16, triton.next_power_of_2(width)))
+        grid = (self.batch * self.slices, 2, triton.cdiv(width, block_d))
         scan_kernel[grid](
-            self.values, self.table, self.inverse_width, states, ROWS=self.rows(ties),
-            BLOCK_R=block_r, AHEAD=AHEAD, EXACT=self.exact, num_warps=1, **config,
-        )  # fmt: skip
-        return states
-
-    def mix(
-        self, x: Rows, states: Tensor, scale: Tensor | None, to: str, out: Tensor, *,
-        weight: Tensor | None = None, order: Tensor | None = None, dot: Tensor | None = None,
-        into: SortedSlices | None = None, into_states: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """``scale · weight · κx`` to `out`: stored by rank, added by token, or dotted into `dot`.
-
-        Rows stored by rank that are the operand of another kernel leave its chunks' own sums in
-        `into_states`, to be scanned.
-        """
-        rows = 0 if into_states is None else into_states.shape[-2]
-        mix_kernel[self._grid](
-            x.data, x.order, x.scale, self.values, self.table, self.inverse_width, states, scale,
-            weight, out, order, dot, None if into is None else into.values, into_states,
-            ROWS=states.shape[-2], GATHER=x.order is not None,
-            SCALED=x.scale is not None, HAS_SCALE=scale is not None, WEIGHTED=weight is not None,
-            TO=to, NEXT_ROWS=rows,
-            **self._config(x.data.shape[-1]),
-        )  # fmt: skip
-
-    def dot(
-        self, x: Rows, states: Tensor, scale: Tensor | None, y: Tensor, order: Tensor
-    ) -> Tensor:
-        """``Σ_n scale_n (κx)_n · y[order_n]`` for every slice: (batch, L)."""
-        partial = self.values.new_empty(self.batch, self.slices, self.chunks)
-        self.mix(x, states, scale, "dot", y, order=order, dot=partial)
-        return partial.sum(-1)
-
-    def grad(
-        self, x: Rows, p: Rows, x_states: Tensor, p_states: Tensor, slope: Tensor, *,
-        scale: Tensor | None = None, weight: Tensor | None = None, agree: Tensor | None = None,
-        align: Tensor | None = None, to: str = "nowhere", out: Tensor | None = None,
-        order: Tensor | None = None, into: SortedSlices | None = None,
-        into_states: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """The slope in the numbers and ``scale · weight · κp``; both states with their ties."""
-        config = self._config(x.data.shape[-1])
-        if x.data.element_size() == 2 and config["BLOCK_D"] <= 64:
-            config["maxnreg"] = 160 if self.complex else 128  # one more program per multiprocessor
-        grad_kernel[self._grid](
-            x.data, x.order, x.scale, p.data, p.order, p.scale, self.values, self.table,
-            self.inverse_width, x_states, p_states, scale, weight, slope, agree, align, out, order,
-            None if into is None else into.values, into_states,
-            ROWS=x_states.shape[-2],
-            X_GATHER=x.order is not None, X_SCALED=x.scale is not None,
-            P_GATHER=p.order is not None, P_SCALED=p.scale is not None, HAS_SCALE=scale is not None,
-            WEIGHTED=weight is not None, HAS_AGREE=agree is not None, HAS_ALIGN=align is not None,
-            TO=to, NEXT_ROWS=0 if into_states is None else into_states.shape[-2], **config,
+            side.values, self.table, self.inverse_width, states, before, links,
+            N=self.ranks, L=self.slices, CHUNKS=self.chunks, D=width, COMPLEX=self.complex,
+            ROWS=rows, THROUGH=before is not None,
+            BLOCK_R=triton.next_power_of_2(rows // (4 if self.complex else 2)),
+            BLOCK_D=block_d, C=self.chunk, AHEAD=AHEAD, EXACT=self.exact, num_warps=1,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rows of a chunk: read through a permutation or by rank, stored by rank or added by token."""
+"""Rows of tokens: read in the order of a chunk's ranks, and added back."""
 
 from __future__ import annotations
 
@@ -7,18 +7,12 @@ import triton.language as tl
 
 
 @triton.jit
-def load_rows(
-    X, ORDER, SCALE, n, N, d, D: tl.constexpr,
-    GATHER: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Rows of ranks n, (ranks, columns), times their scales; zero past the end.
+def load_rows(X, SCALE, tokens, n, N, d, D: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr):
+    """Rows of the tokens at ranks n, (ranks, columns), times their scales; zero past the end.
 
     EVEN says that chunks and columns fill their blocks, which saves the masks.
     """
-    rows = n
-    if GATHER:
-        rows = tl.load(ORDER + n) if EVEN else tl.load(ORDER + n, mask=n < N, other=0)
-    at = rows[:, None] * D + d[None, :]
+    at = tokens[:, None] * D + d[None, :]
     if EVEN:
         x = tl.load(X + at)
     else:
@@ -30,24 +24,27 @@ def load_rows(
 
 
 @triton.jit
-def store_rows(OUT, y, n, N, d, D: tl.constexpr, EVEN: tl.constexpr):
-    """Rows of ranks n, as they are stored: in the type of OUT."""
-    y = y.to(OUT.dtype.element_ty)
-    at = OUT + n[:, None] * D + d[None, :]
-    if EVEN:
-        tl.store(at, y)
+def add_rows(
+    OUT, SCALE, weight, y, tokens, pair, head, n, N, TOKENS, d, D: tl.constexpr,
+    SCALED: tl.constexpr, ATOMIC: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Adds ``weight · scale · y`` to the rows of the tokens at ranks n.
+
+    Not ATOMIC: every slice stores rows of its own; ranks whose scale is zero are left out.
+    """
+    here = (n[:, None] < N) & (d[None, :] < D)
+    y = y * weight
+    if SCALED:
+        scale = tl.load(SCALE + n, mask=n < N, other=0.0)[:, None]
+        y = y * scale
+    if ATOMIC:
+        at = OUT + head * TOKENS * D + tokens[:, None] * D + d[None, :]
+        if EVEN:
+            tl.atomic_add(at, y, sem="relaxed")
+        else:
+            tl.atomic_add(at, y, mask=here, sem="relaxed")
     else:
-        here = (n[:, None] < N) & (d[None, :] < D)
+        at = OUT + pair * TOKENS * D + tokens[:, None] * D + d[None, :]
+        if SCALED:
+            here = here & (scale != 0)
         tl.store(at, y, mask=here)
-        y = tl.where(here, y, 0.0)
-    return y
-
-
-@triton.jit
-def add_rows(OUT, tokens, y, n, N, d, D: tl.constexpr, EVEN: tl.constexpr):
-    """Adds rows of ranks n to the rows of their tokens."""
-    at = OUT + tokens[:, None] * D + d[None, :]
-    if EVEN:
-        tl.atomic_add(at, y, sem="relaxed")
-    else:
-        tl.atomic_add(at, y, mask=(n[:, None] < N) & (d[None, :] < D), sem="relaxed")

@@ -1,0 +1,214 @@
+"""States: what far-away ranks contribute to a chunk, for one kernel or for two in a row.
+
+`sums` sums every chunk by itself, measured at its far end; `scan` hands the sums on from chunk to
+chunk, in place.
+
+**Through one kernel into the next.** The operand of the second kernel of a plan is
+``W = scale · κx``, and its sums are wanted before anybody has made W. Within a chunk they are
+
+    Σ_n in_n W_n = Σ_j [Σ_n κ_nj scale_n in_n] x_j + [Σ_n in_n scale_n out_n] · (states of x),
+
+with `in` the wave into a state of the second kernel and `out` the wave out of a state of the first:
+a few more rows for the matrix that sums x anyway, and a small matrix LINKS per chunk. So a program
+reads its rows once, for both kernels, and W never exists outside of a chunk.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from espformer.ops.triton.chunks import (
+    STATE_ROWS,
+    entry,
+    load_ranks,
+    load_states,
+    near,
+    number,
+    place,
+    positions,
+    product,
+    waves,
+)
+from espformer.ops.triton.instructions import LOG2E, QUARTER, cosine, exp2, roomy
+from espformer.ops.triton.rows import load_rows
+
+
+@triton.jit
+def store_states(
+    STATES, chunk, states, d, D: tl.constexpr, ROWS: tl.constexpr, AFTER: tl.constexpr = 0
+):
+    """Some rows of a matrix of sums as the states of a chunk."""
+    r = tl.arange(0, STATE_ROWS)[:, None] - AFTER
+    at = (chunk * ROWS + r) * D + d[None, :]
+    tl.store(STATES + at, states, mask=(r >= 0) & (r < ROWS) & (d[None, :] < D))
+
+
+@triton.jit
+def sums_kernel(
+    X, ORDER, X_SCALE, S, NEXT_S, SCALE, NEXT_SCALE, TABLE: tl.constexpr, INVERSE_WIDTH,
+    STATES, NEXT_STATES, LINKS, N, TOKENS, HEADS, L, CHUNKS, D: tl.constexpr,
+    COMPLEX: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr, THROUGH: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Every chunk's own sums of rows x, measured at its last number (left) and its first (right).
+
+    THROUGH: also the sums of ``scale · next_scale · κx`` for the kernel of the numbers NEXT_S, but
+    for what the states of x add to them, which `scan` does with LINKS.
+    """
+    pair, head, chunk = place(HEADS, L, CHUNKS)
+    n = chunk * C + tl.arange(0, C)
+    ranks = pair * N
+    tokens = load_ranks(ORDER + ranks, n, N, EVEN)
+    X += head * TOKENS * D
+    if SCALED:
+        X_SCALE += ranks
+    inverse_width = tl.load(INVERSE_WIDTH + head)
+    exact: tl.constexpr = X.dtype.element_ty == tl.float32
+    s, first, last = positions(S + ranks, chunk, N, C, EVEN)
+    wave = tl.trans(waves(TABLE, s, first, last, inverse_width, "in", COMPLEX, ROWS, exact))
+    together: tl.constexpr = THROUGH and 2 * ROWS <= STATE_ROWS
+    if THROUGH:
+        after: tl.constexpr = ROWS if together else 0
+        scale = load_ranks(SCALE + ranks, n, N, EVEN) * load_ranks(NEXT_SCALE + ranks, n, N, EVEN)
+        t, t_first, t_last = positions(NEXT_S + ranks, chunk, N, C, EVEN)
+        onward = scale[:, None] * waves(
+            TABLE, t, t_first, t_last, inverse_width, "in", COMPLEX, ROWS, exact, after
+        )
+        x = load_rows(X, X_SCALE, tokens, n, N, tl.arange(0, BLOCK_D), D, SCALED, EVEN)
+        k, _ = near(s, first, x, inverse_width, COMPLEX, exact)
+        r = tl.arange(0, STATE_ROWS) - after
+        kept = (r >= 0) & (r < ROWS)
+        LINKS += (pair * CHUNKS + chunk) * ROWS * ROWS
+        if COMPLEX:
+            leave = waves(TABLE, s, first, last, inverse_width, "out", COMPLEX, ROWS, exact)
+            link = tl.dot(tl.trans(onward), leave, input_precision="tf32x3")
+            column = tl.arange(0, STATE_ROWS)[None, :]
+            to = LINKS + r[:, None] * ROWS + column
+            tl.store(to, link, mask=kept[:, None] & (column < ROWS))
+        # 16 bits are enough for κ, as they are for W: all rows of the waves see the same error.
+        onward = product(tl.trans(onward), k.to(roomy(x).dtype), COMPLEX)
+        if not COMPLEX:  # a state of a real pole is like a row at the first or the last rank
+            i = tl.arange(0, C)[None, :]
+            to = LINKS + r[:, None] * ROWS + tl.where(i == 0, 0, 1)
+            tl.store(to, onward, mask=kept[:, None] & ((i == 0) | (i == C - 1)))
+        if together:
+            wave += onward
+    for start in tl.static_range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        if start > 0 or not THROUGH:
+            x = load_rows(X, X_SCALE, tokens, n, N, d, D, SCALED, EVEN)
+        if THROUGH:
+            x = roomy(x)
+        sums = product(wave, x, COMPLEX)
+        store_states(STATES + pair * CHUNKS * ROWS * D, chunk, sums, d, D, ROWS)
+        if THROUGH:
+            if not together:
+                sums = product(onward, x, COMPLEX)
+            store_states(NEXT_STATES + pair * CHUNKS * ROWS * D, chunk, sums, d, D, ROWS, after)
+
+
+@triton.jit
+def turn(TABLE: tl.constexpr, x, r, ROWS: tl.constexpr, EXACT: tl.constexpr):
+    """``exp(-p x)`` of the pole of state row r, real and imaginary part."""
+    x = tl.minimum(x, 40.0)
+    size = exp2(entry(TABLE, 0, r, ROWS) * (x * -LOG2E))
+    angle = entry(TABLE, 1, r, ROWS) * x
+    return size * cosine(angle, EXACT), size * cosine(angle + QUARTER, EXACT)
+
+
+@triton.jit
+def link_kernel(
+    STATES, NEXT_STATES, LINKS, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Adds to every chunk's sums what states of the kernel before contribute through LINKS."""
+    chunk = tl.program_id(0).to(tl.int64)
+    r = tl.arange(0, STATE_ROWS)
+    inside = (r[:, None] < ROWS) & (r[None, :] < ROWS)
+    links = LINKS + (chunk * ROWS + r[:, None]) * ROWS + r[None, :]
+    link = tl.load(links, mask=inside, other=0.0)
+    for start in tl.static_range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        states = load_states(STATES, chunk, d, D, ROWS)
+        own = load_states(NEXT_STATES, chunk, d, D, ROWS)
+        own = tl.dot(link, states, own, input_precision="tf32x3")
+        store_states(NEXT_STATES, chunk, own, d, D, ROWS)
+
+
+@triton.jit
+def scan_kernel(
+    S, TABLE: tl.constexpr, INVERSE_WIDTH, STATES, FROM, LINKS, N, L, CHUNKS, D: tl.constexpr,
+    COMPLEX: tl.constexpr, ROWS: tl.constexpr, THROUGH: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Replaces the chunks' own sums by the states that enter them, in place.
+
+    A tile is (states of one side, columns): poles, or the state and its ties. AHEAD chunks are
+    loaded before the first of them is overwritten, so that loads overlap. THROUGH: what
+    `link_kernel` does for complex poles is done here for a real one, which has two states.
+    """
+    pair = tl.program_id(0).to(tl.int64)
+    rightwards = tl.program_id(1) == 0
+    S += pair * N
+    STATES += pair * CHUNKS * ROWS * D
+    if THROUGH:
+        FROM += pair * CHUNKS * ROWS * D
+        LINKS += pair * CHUNKS * ROWS * ROWS
+    inverse_width = tl.load(INVERSE_WIDTH + pair // L)
+    d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    k = tl.arange(0, BLOCK_R)
+    if COMPLEX:
+        row = 2 * k + tl.where(rightwards, 0, ROWS // 2)
+        inside = (k[:, None] < ROWS // 4) & (d[None, :] < D)
+    else:
+        row = 2 * k + tl.where(rightwards, 0, 1)
+        inside = (k[:, None] < ROWS // 2) & (d[None, :] < D)
+    state = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    state_im = state
+    for i in range(0, CHUNKS, AHEAD):
+        owns = ()
+        for u in tl.static_range(AHEAD):
+            chunk = tl.where(rightwards, i + u, CHUNKS - 1 - i - u)
+            at = (chunk * ROWS + row)[:, None] * D + d[None, :]
+            mask = inside & (i + u < CHUNKS)
+            own = tl.load(STATES + at, mask=mask, other=0.0)
+            if COMPLEX:
+                owns = owns + (own, tl.load(STATES + at + D, mask=mask, other=0.0))
+            else:
+                if THROUGH:
+                    here = i + u < CHUNKS
+                    states = FROM + chunk * ROWS * D + d
+                    left = tl.load(states, mask=(d < D) & here, other=0.0)
+                    right = tl.load(states + D, mask=(d < D) & here, other=0.0)
+                    links = LINKS + (chunk * ROWS + row) * ROWS
+                    own += tl.load(links, mask=here, other=0.0)[:, None] * left[None, :]
+                    own += tl.load(links + 1, mask=here, other=0.0)[:, None] * right[None, :]
+                owns = owns + (own,)
+        for u in tl.static_range(AHEAD):
+            chunk = tl.where(rightwards, i + u, CHUNKS - 1 - i - u)
+            at = (chunk * ROWS + row)[:, None] * D + d[None, :]
+            mask = inside & (i + u < CHUNKS)
+            first = number(S, chunk * C, N)
+            last = number(S, chunk * C + C - 1, N)
+            before = number(S, chunk * C - 1, N)
+            beyond = number(S, chunk * C + C, N)
+            # From where the state and the chunk's sums are measured to the next chunk's near end.
+            across = tl.where(rightwards, beyond - first, last - before) * inverse_width
+            step = tl.where(rightwards, beyond - last, first - before) * inverse_width
+            tl.store(STATES + at, state, mask=mask)
+            if COMPLEX:
+                tl.store(STATES + at + D, state_im, mask=mask)
+                own, own_im = owns[2 * u], owns[2 * u + 1]
+                re, im = turn(TABLE, across, row[:, None], ROWS, EXACT)
+                s_re, s_im = turn(TABLE, step, row[:, None], ROWS, EXACT)
+                moved = re * state - im * state_im + s_re * own - s_im * own_im
+                state_im = re * state_im + im * state + s_re * own_im + s_im * own
+                state = moved
+            else:
+                decay = exp2(across * -LOG2E)
+                own_decay = exp2(step * -LOG2E)
+                if ROWS > 2:  # a tie goes on as long as the number stays the same
+                    decay = tl.where(k == 0, decay, tl.where(across == 0, 1.0, 0.0))[:, None]
+                    own_decay = tl.where(k == 0, own_decay, tl.where(step == 0, 1.0, 0.0))[:, None]
+                state = decay * state + own_decay * owns[u]

@@ -1,0 +1,128 @@
+"""The chunk kernels against dense kernel matrices, in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from espformer.ops.triton import column, launch
+from espformer.ops.triton.launch import Gradients, PlanKernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter is slow: without a GPU, chunks of four ranks make several from few tokens."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(launch, "CHUNK", {2: 4, 4: 4})
+        monkeypatch.setattr(launch, "AHEAD", 2)
+
+
+CASES = [
+    pytest.param("absolute", 2, 2, 11, 5, 0.1, id="absolute-B2-L2-N11-D5"),
+    pytest.param("absolute", 1, 1, 8, 17, 0.3, id="absolute-B1-L1-N8-D17"),
+    pytest.param("absolute", 1, 1, 1, 5, 1.0, id="absolute-B1-L1-N1-D5"),
+    pytest.param("squared", 1, 2, 11, 4, 0.1, id="squared-B1-L2-N11-D4"),
+]
+
+
+class Side:
+    """Sorted numbers with many ties, rows of tokens, scales, and the dense kernel and its slope."""
+
+    def __init__(self, metric: str, batch: int, slices: int, ranks: int, width: int, t: float):
+        numbers = (torch.randn(batch, slices, ranks) * 4).round() / 4
+        self.values, self.order = numbers.to(DEVICE).sort(-1)
+        self.rows = torch.randn(batch, ranks, width, device=DEVICE)
+        self.scale, self.factor = torch.rand(2, batch, slices, ranks, device=DEVICE).unbind()
+        self.rate = 1 / t if metric == "absolute" else t**-0.5
+        gap = (self.values.unsqueeze(-1) - self.values.unsqueeze(-2)).double() * self.rate
+        if metric == "absolute":
+            self.matrix = torch.exp(-gap.abs())
+            self.slope = -gap.sign() * self.matrix
+        else:
+            self.matrix = torch.exp(-(gap**2))
+            self.slope = -2 * gap * self.matrix
+
+    def ranked(self) -> Tensor:
+        """Rows of every slice in the order of its ranks, times the factor."""
+        rows = self.rows.unsqueeze(1).expand(-1, self.order.shape[1], -1, -1).double()
+        rows = rows.gather(2, self.order.unsqueeze(-1).expand_as(rows))
+        return rows * self.factor.unsqueeze(-1)
+
+    def to_tokens(self, ranked: Tensor, weight: Tensor) -> Tensor:
+        ranked = ranked * (self.factor * weight.unsqueeze(-1)).unsqueeze(-1)
+        index = self.order.unsqueeze(-1).expand_as(ranked)
+        return torch.zeros_like(ranked).scatter_(2, index, ranked).sum(1)
+
+    def slopes(self, x: Tensor, p: Tensor) -> Tensor:
+        return (p * (self.slope @ x) + x * (self.slope @ p)).sum(-1) * self.rate
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(
+        got.double(), expected, rtol=0, atol=2e-5 * (1 + expected.abs().max())
+    )
+
+
+@pytest.mark.parametrize(("metric", "batch", "slices", "ranks", "width", "t"), CASES)
+def test_plans(metric: str, batch: int, slices: int, ranks: int, width: int, t: float) -> None:
+    keys, queries = (Side(metric, batch, slices, ranks, width, t) for _ in range(2))
+    weight = torch.rand(batch, slices, device=DEVICE)
+    plans = PlanKernels(
+        torch.float32, metric, queries.values, keys.values, queries.order.int(), keys.order.int(),
+        torch.full((batch,), keys.rate, device=DEVICE), queries.scale, keys.scale,
+        keys.factor, queries.factor,
+    )  # fmt: skip
+    x, g = keys.ranked(), queries.ranked()
+    y, z = keys.matrix @ x, queries.matrix @ g
+    scale = (keys.scale * queries.scale).double().unsqueeze(-1)
+    w, p = scale * y, scale * z
+
+    out = torch.zeros_like(queries.rows)
+    plans.apply(keys.rows, weight, out)
+    expected = queries.to_tokens(queries.matrix @ w, weight)
+    close(out, expected)
+    by_slice = torch.zeros(batch, slices, ranks, width, device=DEVICE)
+    plans.apply(keys.rows, weight, by_slice)
+    close(by_slice.sum(1), expected)
+
+    totals = (w * z).sum((-2, -1))
+    close(plans.cross(queries.rows, keys.rows), totals)
+
+    dx, dg = torch.zeros_like(keys.rows), torch.zeros_like(queries.rows)
+    ranked = torch.full((6, batch, slices, ranks), torch.nan, device=DEVICE).unbind()
+    found = Gradients(torch.full_like(weight, torch.nan), *ranked)
+    plans.grad(queries.rows, keys.rows, weight, dx, dg, found)
+    each = weight.double().unsqueeze(-1)
+    dots = (y * z).sum(-1) * each
+    kp, kw = keys.matrix @ p, queries.matrix @ w
+    close(dx, keys.to_tokens(kp, weight))
+    close(dg, queries.to_tokens(kw, weight))
+    close(found.weight, totals)
+    close(found.key_values, keys.slopes(x, p) * each)
+    close(found.query_values, queries.slopes(g, w) * each)
+    close(found.key_scale, dots * queries.scale)
+    close(found.query_scale, dots * keys.scale)
+    close(ranked[4], (x * kp).sum(-1) * each / keys.factor)
+    close(ranked[5], (g * kw).sum(-1) * each / queries.factor)
+
+
+@pytest.mark.parametrize(("metric", "batch", "slices", "ranks", "width", "t"), CASES)
+def test_columns(
+    monkeypatch: pytest.MonkeyPatch,
+    metric: str, batch: int, slices: int, ranks: int, width: int, t: float,
+) -> None:  # fmt: skip
+    """One number per rank, through several blocks, with ties within and across them."""
+    monkeypatch.setattr(column, "BLOCK", 4)
+    monkeypatch.setattr(column, "LEAST_BLOCK", 4)
+    side = Side(metric, batch, slices, ranks, width, t)
+    x, p = torch.randn(2, batch, slices, ranks, device=DEVICE).unbind()
+    inverse_width = torch.full((batch,), side.rate, device=DEVICE)
+    kx = (side.matrix @ x.double().unsqueeze(-1)).squeeze(-1)
+    close(column.sorted_column(x, side.values, inverse_width, metric, True), kx)
+
+    found, slope = column.sorted_column_backward(p, x, side.values, inverse_width, metric, True)
+    close(found, (side.matrix @ p.double().unsqueeze(-1)).squeeze(-1))
+    close(slope, side.slopes(x.double().unsqueeze(-1), p.double().unsqueeze(-1)))
