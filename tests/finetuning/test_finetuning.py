@@ -206,6 +206,24 @@ def test_a_comparison_by_the_command_line(encoder, texts, tmp_path, monkeypatch)
     assert "3 finished before, 0 to do" in command(encoder, texts, tmp_path, *options)
 
 
+def test_an_interrupted_comparison_keeps_what_is_finished(encoder, texts, tmp_path, monkeypatch):
+    from espformer.training import experiments
+    from espformer.training.results import read_file
+
+    def one_and_no_more(work, jobs, console, launcher):
+        run = work[0].run
+        runner.execute(run, work[0].directory, runner.head_file(tmp_path, run), progress=False)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(experiments, "do_all", one_and_no_more)
+    monkeypatch.setenv("ESPFORMER_REVISION", "abc")
+    with pytest.raises(AssertionError, match=r"\| softmax \| 1 \|"):
+        command(encoder, texts, tmp_path, "--epochs", "1", "--save", str(tmp_path / "kept"))
+    kept = read_file(tmp_path / "kept" / "finetune-tiny-bert-tweeteval.json")
+    assert [run["mechanism"] for run in kept.runs] == ["softmax"]
+    assert kept.runs[0]["versions"]["revision"] == "abc"
+
+
 def test_reviews_hold_out_a_part_for_validation(encoder, texts):
     run = experiment(encoder, texts, "esp", task="imdb", examples=10).run()
     task = load_texts(run, load_tokenizer(run.path))
