@@ -37,6 +37,7 @@ def build(kernel, constants, warps=WARPS, **types):
             return types[name]
         return "*i32" if name in INDICES else "i32" if name in SIZES else "*fp32"
 
+    constants = {name: constants[name] for name in kernel.arg_names if name in constants}
     signature = {name: kind(name) for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constants)
     target = GPUTarget("cuda", 90, 32)
@@ -45,18 +46,21 @@ def build(kernel, constants, warps=WARPS, **types):
     print(kernel.__name__)
 
 
-def build_chunks(table, row, chunk):
+def build_chunks(table, row, chunk, alone=False):
     complex_ = table is not ABSOLUTE
     rows = 4 * len(table.poles) if complex_ else 4
     base = dict(COMPLEX=complex_, ROWS=rows, BLOCK_D=32, D=64, C=chunk)
     base["TABLE"] = state_table("squared" if complex_ else "absolute", row == "*fp32")
-    tokens = dict(X=row, G=row)
-    for through in (False, True):
+    if alone:  # one chunk, and no states
+        base |= dict(ROWS=0, X_STATES=None, G_STATES=None, W_STATES=None, P_STATES=None)
+    tokens = dict(X=row, G=row, warps=max(1, chunk // 16))
+    for through in () if alone else (False, True):
         more = dict(EVEN=through, SCALED=not through, THROUGH=through)
         build(sums_kernel, base | more | (dict(X_SCALE=None) if through else {}), **tokens)
     scan = dict(BLOCK_R=4 if complex_ else 2, AHEAD=2, EXACT=row == "*fp32", THROUGH=not complex_)
-    build(scan_kernel, base | scan, warps=1)
-    if complex_:
+    if not alone:
+        build(scan_kernel, base | scan, warps=1)
+    if complex_ and not alone:
         build(link_kernel, dict(D=64, ROWS=rows, BLOCK_D=64), warps=1)
     for even in (False, True):
         more = base | dict(EVEN=even, HAS_FIRST=not even, HAS_FINAL=not even)
@@ -69,6 +73,7 @@ def build_chunks(table, row, chunk):
 
 for table in (ABSOLUTE, GAUSSIAN[3]):
     build_chunks(table, "*bf16", 64)
+    build_chunks(table, "*bf16", 16, alone=True)
 build_chunks(GAUSSIAN[4], "*fp32", 16)
 for table in (ABSOLUTE, GAUSSIAN[4]):
     numbers = tuple(
@@ -102,4 +107,4 @@ def test_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert len(run.stdout.splitlines()) == 41
+    assert len(run.stdout.splitlines()) == 53

@@ -24,7 +24,9 @@ CASES = [
     pytest.param("absolute", 2, 2, 11, 5, 0.1, id="absolute-B2-L2-N11-D5"),
     pytest.param("absolute", 1, 1, 8, 17, 0.3, id="absolute-B1-L1-N8-D17"),
     pytest.param("absolute", 1, 1, 1, 5, 1.0, id="absolute-B1-L1-N1-D5"),
+    pytest.param("absolute", 2, 1, 3, 2, 1.0, id="absolute-B2-L1-N3-D2"),
     pytest.param("squared", 1, 2, 11, 4, 0.1, id="squared-B1-L2-N11-D4"),
+    pytest.param("squared", 1, 1, 4, 2, 0.1, id="squared-B1-L1-N4-D2"),
 ]
 
 

@@ -31,8 +31,9 @@ def apply_kernel(
         FIRST += ranks
     if HAS_FINAL:
         FINAL += ranks
-    X_STATES += pair * CHUNKS * ROWS * D
-    W_STATES += pair * CHUNKS * ROWS * D
+    if ROWS > 0:
+        X_STATES += pair * CHUNKS * ROWS * D
+        W_STATES += pair * CHUNKS * ROWS * D
     # All loads come first: what follows waits for the tensor cores, and nothing moves across that.
     keys = load_ranks(K_ORDER + ranks, n, N, EVEN)
     queries = load_ranks(Q_ORDER + ranks, n, N, EVEN)
@@ -76,8 +77,9 @@ def cross_kernel(
         FIRST += ranks
     if HAS_FINAL:
         FINAL += ranks
-    X_STATES += pair * CHUNKS * ROWS * D
-    G_STATES += pair * CHUNKS * ROWS * D
+    if ROWS > 0:
+        X_STATES += pair * CHUNKS * ROWS * D
+        G_STATES += pair * CHUNKS * ROWS * D
     keys = load_ranks(K_ORDER + ranks, n, N, EVEN)
     queries = load_ranks(Q_ORDER + ranks, n, N, EVEN)
     inverse_width = tl.load(INVERSE_WIDTH + head)

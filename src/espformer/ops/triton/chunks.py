@@ -200,17 +200,18 @@ def from_states(
     COMPLEX: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr, gain,
 ):  # fmt: skip
     """Adds to y what other chunks contribute to κx; `states` as :func:`load_sides` gives them."""
-    if COMPLEX:
-        wave = waves(TABLE, s, first, last, inverse_width, "out", True, ROWS, EXACT) * gain
-        if EXACT:
-            y = tl.dot(wave, states[0], y, input_precision="tf32x3")
+    if ROWS > 0:
+        if COMPLEX:
+            wave = waves(TABLE, s, first, last, inverse_width, "out", True, ROWS, EXACT) * gain
+            if EXACT:
+                y = tl.dot(wave, states[0], y, input_precision="tf32x3")
+            else:
+                y = tl.dot(wave, states[0], y, input_precision="tf32")
         else:
-            y = tl.dot(wave, states[0], y, input_precision="tf32")
-    else:
-        left, right = reach(s, first, last, inverse_width)
-        left *= gain
-        right *= gain
-        y = y + left[:, None] * states[0][None, :] + right[:, None] * states[1][None, :]
+            left, right = reach(s, first, last, inverse_width)
+            left *= gain
+            right *= gain
+            y = y + left[:, None] * states[0][None, :] + right[:, None] * states[1][None, :]
     return y
 
 
@@ -227,8 +228,13 @@ def spread(
 
 @triton.jit
 def load_sides(STATES, chunk, d, D: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr):
-    """The states that enter a chunk: one matrix of them, or the two rows of a real pole."""
-    if COMPLEX:
+    """The states that enter a chunk: one matrix of them, or the two rows of a real pole.
+
+    ROWS is zero where there is only one chunk, and nothing enters it.
+    """
+    if ROWS == 0:
+        sides = ()
+    elif COMPLEX:
         sides = (load_states(STATES, chunk, d, D, ROWS),)
     else:
         at = STATES + chunk * ROWS * D + d

@@ -59,10 +59,11 @@ def grad_kernel(
         FIRST += ranks
     if HAS_FINAL:
         FINAL += ranks
-    X_STATES += pair * CHUNKS * ROWS * D
-    W_STATES += pair * CHUNKS * ROWS * D
-    G_STATES += pair * CHUNKS * ROWS * D
-    P_STATES += pair * CHUNKS * ROWS * D
+    if ROWS > 0:
+        X_STATES += pair * CHUNKS * ROWS * D
+        W_STATES += pair * CHUNKS * ROWS * D
+        G_STATES += pair * CHUNKS * ROWS * D
+        P_STATES += pair * CHUNKS * ROWS * D
     keys = load_ranks(K_ORDER + ranks, n, N, EVEN)
     queries = load_ranks(Q_ORDER + ranks, n, N, EVEN)
     inverse_width = tl.load(INVERSE_WIDTH + head)
@@ -102,10 +103,11 @@ def grad_kernel(
         # One side after the other: registers decide how many programs fit.
         k, gap = near(t + zero, t_first, x, inverse_width, COMPLEX, exact)
         q_slope += tl.sum(gap_slope(k, gap, COMPLEX) * overlaps(w, g), 1)
-        far = on_states(w, load_states(G_STATES, chunk, d, D, ROWS), COMPLEX)
-        far += on_states(g, load_states(W_STATES, chunk, d, D, ROWS), COMPLEX)
-        wave = waves(TABLE, t, t_first, t_last, inverse_width, "slope", COMPLEX, ROWS, exact)
-        q_slope += tl.sum(wave * far, 1)
+        if ROWS > 0:
+            far = on_states(w, load_states(G_STATES, chunk, d, D, ROWS), COMPLEX)
+            far += on_states(g, load_states(W_STATES, chunk, d, D, ROWS), COMPLEX)
+            wave = waves(TABLE, t, t_first, t_last, inverse_width, "slope", COMPLEX, ROWS, exact)
+            q_slope += tl.sum(wave * far, 1)
         if WITH_G or HAS_FINAL:
             sides = load_sides(W_STATES, chunk, d, D, COMPLEX, ROWS)
             dg = spread(TABLE, k, w, sides, t, t_first, t_last, inverse_width, COMPLEX, ROWS)
@@ -119,10 +121,11 @@ def grad_kernel(
 
         k, gap = near(s + zero, first, x, inverse_width, COMPLEX, exact)
         k_slope += tl.sum(gap_slope(k, gap, COMPLEX) * overlaps(p, x), 1)
-        far = on_states(p, load_states(X_STATES, chunk, d, D, ROWS), COMPLEX)
-        far += on_states(x, load_states(P_STATES, chunk, d, D, ROWS), COMPLEX)
-        wave = waves(TABLE, s, first, last, inverse_width, "slope", COMPLEX, ROWS, exact)
-        k_slope += tl.sum(wave * far, 1)
+        if ROWS > 0:
+            far = on_states(p, load_states(X_STATES, chunk, d, D, ROWS), COMPLEX)
+            far += on_states(x, load_states(P_STATES, chunk, d, D, ROWS), COMPLEX)
+            wave = waves(TABLE, s, first, last, inverse_width, "slope", COMPLEX, ROWS, exact)
+            k_slope += tl.sum(wave * far, 1)
         sides = load_sides(P_STATES, chunk, d, D, COMPLEX, ROWS)
         dx = spread(TABLE, k, p, sides, s, first, last, inverse_width, COMPLEX, ROWS)
         if HAS_FIRST:

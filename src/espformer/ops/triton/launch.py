@@ -24,6 +24,11 @@ AHEAD = 8
 REGISTERS = {"apply": 168, "cross": 128, "grad": 168}
 
 
+def chunk_size(ranks: int, dtype: torch.dtype) -> int:
+    """Ranks of a chunk: fewer where there are not so many, and 16 is the least for tensor cores."""
+    return min(CHUNK[dtype.itemsize], max(16, triton.next_power_of_2(ranks)))
+
+
 def column_block(width: int, exact: bool) -> int:
     """Columns that a program holds at once: a power of two up to 64 that wastes little."""
     if width % 64 == 0 and not exact:
@@ -102,14 +107,14 @@ class PlanKernels:
         self.batch, self.slices, self.ranks = key_values.shape
         self.metric, self.complex = metric, metric != "absolute"
         self.exact = dtype.itemsize == 4
-        self.chunk = CHUNK[dtype.itemsize]
+        self.chunk = chunk_size(self.ranks, dtype)
         self.table = state_table(metric, self.exact)
         self.chunks = triton.cdiv(self.ranks, self.chunk)
 
     @staticmethod
     def scratch_bytes(x: Tensor, values: Tensor, metric: str, backward: bool) -> int:
         """What the states of one slice take."""
-        chunks = triton.cdiv(values.shape[-1], CHUNK[x.element_size()])
+        chunks = triton.cdiv(values.shape[-1], chunk_size(values.shape[-1], x.dtype))
         rows = _state_rows(metric, x.element_size() == 4, backward)
         return (4 if backward else 2) * chunks * rows * (x.shape[-1] + rows) * 4
 
@@ -120,7 +125,7 @@ class PlanKernels:
         apply_kernel[self._grid](
             x, keys.order, keys.factor, keys.values, keys.scale, queries.values, queries.scale,
             queries.order, queries.factor, self.table, self.inverse_width, x_states, w_states,
-            weight, out, KEYS=x.shape[-2], QUERIES=out.shape[-2], ROWS=x_states.shape[-2],
+            weight, out, KEYS=x.shape[-2], QUERIES=out.shape[-2], ROWS=self._rows(ties=False),
             ATOMIC=out.dim() == 3, **self._factors, **self._config(x, "apply"),
         )  # fmt: skip
 
@@ -133,7 +138,7 @@ class PlanKernels:
         cross_kernel[self._grid](
             x, keys.order, keys.factor, keys.values, keys.scale, g, queries.order, queries.factor,
             queries.values, queries.scale, self.table, self.inverse_width, x_states, g_states,
-            totals, KEYS=x.shape[-2], QUERIES=g.shape[-2], ROWS=x_states.shape[-2],
+            totals, KEYS=x.shape[-2], QUERIES=g.shape[-2], ROWS=self._rows(ties=False),
             **self._factors, **self._config(x, "cross"),
         )  # fmt: skip
         return totals.sum(-1)
@@ -151,11 +156,15 @@ class PlanKernels:
             queries.values, queries.scale, self.table, self.inverse_width, weight,
             x_states, w_states, g_states, p_states, dx, dg, found.key_values, found.query_values,
             found.key_scale, found.query_scale, found.first, found.final, totals,
-            KEYS=x.shape[-2], QUERIES=g.shape[-2], ROWS=x_states.shape[-2],
+            KEYS=x.shape[-2], QUERIES=g.shape[-2], ROWS=self._rows(ties=True),
             WITH_G=dg is not None, ATOMIC=dx.dim() == 3, **self._factors,
             **self._config(x, "grad"),
         )  # fmt: skip
         torch.sum(totals, -1, out=found.weight)
+
+    def _rows(self, ties: bool) -> int:
+        """State rows of a chunk; none where one chunk has all ranks."""
+        return 0 if self.chunks == 1 else _state_rows(self.metric, self.exact, ties)
 
     @property
     def _grid(self) -> tuple[int]:
@@ -176,14 +185,16 @@ class PlanKernels:
             "N": self.ranks, "HEADS": self.batch, "L": self.slices, "CHUNKS": self.chunks,
             "D": width, "COMPLEX": self.complex, "BLOCK_D": block_d, "C": self.chunk,
             "EVEN": width % block_d == 0 and self.ranks % self.chunk == 0,
-            "num_warps": 2 if self.exact else 4,
+            "num_warps": 2 if self.exact else max(1, self.chunk // 16),
         }  # fmt: skip
 
     def _states(
         self, side: Side, x: Tensor, onward: Side | None, ties: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None]:
         """States of rows x for κ of a side, and of ``scale · κx`` for κ of the side after it."""
-        rows = _state_rows(self.metric, self.exact, ties)
+        rows = self._rows(ties)
+        if rows == 0:
+            return None, None
         shape = (self.batch, self.slices, self.chunks, rows)
         states = self.inverse_width.new_empty(*shape, x.shape[-1])
         after = links = None
