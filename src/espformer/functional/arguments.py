@@ -28,8 +28,8 @@ def make_problem(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     **options: Any,
-) -> tuple[Problem, torch.Size, Tensor]:
-    """The checked problem, the leading shape, and per head NaN if it holds one, else zero."""
+) -> tuple[Problem, torch.Size]:
+    """The checked problem, and the leading shape."""
     one_of(name, "metric", options["metric"], METRICS)
     one_of(name, "balance", options["balance"], BALANCES)
     one_of(name, "ties", options["ties"], TIES)
@@ -48,22 +48,16 @@ def make_problem(
 
     scale = query.shape[-1] ** -0.5 if scale is None else scale
 
-    def flat(x: Tensor) -> Tensor:
-        return x.expand(*lead, *x.shape[-2:]).reshape(-1, *x.shape[-2:])
-
     def flat_mask(mask: Tensor | None, tokens: int) -> Tensor | None:
         return None if mask is None else mask.expand(*lead, tokens).reshape(-1, tokens)
 
     query_rows = flat_mask(query_mask, query.shape[-2])
     key_rows = query_rows if same_mask else flat_mask(key_mask, key.shape[-2])
-    q, k = zero_padding(flat(query), query_rows), zero_padding(flat(key), key_rows)
-    # A sort has a place for NaN and would hide it; whoever holds one shall see it.
-    poison = (q.detach() * 0).sum((-2, -1)) + (k.detach() * 0).sum((-2, -1))
+    q = zero_padding(flat(query, lead), query_rows)
+    k = zero_padding(flat(key, lead), key_rows)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     temperature = _temperature(name, sort_temperature, q.device, dtype, lead)
     theta = _slices(name, slices, q.shape[-1], q.device, dtype, lead)
-    if theta is not None:
-        poison = poison + (theta.detach() * 0).sum((-2, -1))
     keep = None
     if slice_dropout:
         count = q.shape[-1] if theta is None else theta.shape[-2]
@@ -80,7 +74,14 @@ def make_problem(
         keep=keep,
         **options,
     )
-    return problem, lead, poison
+    return problem, lead
+
+
+def flat(x: Tensor, lead: torch.Size) -> Tensor:
+    """Tokens with all leading dimensions as one: (batch, tokens, width)."""
+    if x.shape[:-2] != lead:
+        x = x.expand(*lead, *x.shape[-2:])
+    return x.reshape(-1, *x.shape[-2:])
 
 
 def _check_tokens(name: str, query: Tensor, key: Tensor, value: Tensor | None) -> torch.Size:
@@ -116,6 +117,9 @@ def _check_tokens(name: str, query: Tensor, key: Tensor, value: Tensor | None) -
             f"{name}: key and value must have as many tokens, got key {tuple(key.shape)} and "
             f"value {tuple(value.shape)}"
         )
+    lead = query.shape[:-2]
+    if all(x.shape[:-2] == lead for x in tensors.values()):
+        return lead
     try:
         return torch.broadcast_shapes(*(x.shape[:-2] for x in tensors.values()))
     except RuntimeError:
@@ -125,12 +129,12 @@ def _check_tokens(name: str, query: Tensor, key: Tensor, value: Tensor | None) -
 
 def _temperature(
     name: str, t: float | Tensor, device: torch.device, dtype: torch.dtype, lead: torch.Size
-) -> Tensor:
+) -> float | Tensor:
     advice = "(for hard sorting pass hard=True)"
     if not isinstance(t, Tensor):
         if not t > 0:
             raise ValueError(f"{name}: sort_temperature must be > 0, got {t} {advice}")
-        return torch.full((1,), t, device=device, dtype=dtype)
+        return float(t)
     # On a GPU the values are not looked at: that would wait for the device.
     looked_at = t.device.type == "cpu" and not torch.compiler.is_compiling()
     if looked_at and not bool((t > 0).all()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espformer.functional.arguments import make_problem, one_of
+from espformer.functional.arguments import flat, make_problem, one_of
 from espformer.ops import esp, reference
 from espformer.ops.masks import zero_padding
 from espformer.ops.problem import Problem
@@ -109,18 +110,16 @@ def esp_attention(
         [3] Prillo & Eisenschlos, *SoftSort*, ICML 2020.
     """
     name = "esp_attention"
-    problem, lead, poison = make_problem(
+    problem, lead = make_problem(
         name, query, key, value,
         sort_temperature=sort_temperature, inverse_temperature=inverse_temperature, metric=metric,
         balance=balance, hard=hard, ties=ties, coupling=coupling, slices=slices,
         query_mask=query_mask, key_mask=key_mask, scale=scale, slice_dropout=slice_dropout,
         attn_mask=attn_mask, is_causal=is_causal,
     )  # fmt: skip
-    with torch.autocast(query.device.type, enabled=False):
-        flat = value.expand(*lead, *value.shape[-2:]).reshape(-1, *value.shape[-2:])
-        flat = zero_padding(flat, problem.key_mask)
-        out = _run(name, backend, problem, straight_through, lambda b, p: b.attend(p, flat))
-        out = out + poison.view(-1, 1, 1)
+    with _without_autocast(query.device):
+        rows = zero_padding(flat(value, lead), problem.key_mask)
+        out = _run(name, backend, problem, straight_through, lambda b, p: b.attend(p, rows))
     return out.to(value.dtype).view(*lead, *out.shape[-2:])
 
 
@@ -160,15 +159,14 @@ def esp_plan(
         (True, True)
     """
     name = "esp_plan"
-    problem, lead, poison = make_problem(
+    problem, lead = make_problem(
         name, query, key, None,
         sort_temperature=sort_temperature, inverse_temperature=inverse_temperature, metric=metric,
         balance=balance, hard=hard, ties=ties, coupling=coupling, slices=slices,
         query_mask=query_mask, key_mask=key_mask, scale=scale, slice_dropout=slice_dropout,
     )  # fmt: skip
-    with torch.autocast(query.device.type, enabled=False):
+    with _without_autocast(query.device):
         plan = _run(name, backend, problem, straight_through, lambda b, p: b.plan(p))
-        plan = plan + poison.view(-1, 1, 1)
     return plan.to(query.dtype).view(*lead, *plan.shape[-2:])
 
 
@@ -186,13 +184,18 @@ def _run(
         )
     module = _backend(name, backend, problem.query.device)
     out = compute(module, problem)
-    if problem.hard or share == 0:
-        return out
-    with torch.no_grad():
-        hard = compute(module, replace(problem, hard=True))
-        mixed = hard if share == 1 else torch.lerp(out, hard, share)
-    result: Tensor = _StraightThrough.apply(out, mixed)
-    return result
+    if share and not problem.hard:
+        with torch.no_grad():
+            hard = compute(module, replace(problem, hard=True))
+            mixed = hard if share == 1 else torch.lerp(out, hard, share)
+        out = _StraightThrough.apply(out, mixed)
+    return out + problem.poison().view(-1, 1, 1)
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def _backend(name: str, backend: str, device: torch.device) -> ModuleType:

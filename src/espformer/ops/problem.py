@@ -23,7 +23,7 @@ class Problem:
     query: Tensor  # (batch, N, m)
     key: Tensor  # (batch, M, m)
     scale: float  # multiplies both
-    sort_temperature: Tensor  # t, (batch,) or (1,)
+    sort_temperature: float | Tensor  # t; a tensor is (batch,) or (1,)
     inverse_temperature: float = 0.1  # τ
     slices: Tensor | None = None  # Θ, (batch or 1, L, m); None means the axes
     metric: str = "absolute"
@@ -45,9 +45,26 @@ class Problem:
         query, key = self.query.to(self.dtype) * self.scale, self.key.to(self.dtype) * self.scale
         return replace(self, query=query, key=key, scale=1.0)
 
+    def poison(self) -> Tensor:
+        """NaN for every head that holds NaN or an infinity, else zero: (batch,).
+
+        A sort has a place for NaN and would hide it; whoever holds one shall see it.
+        """
+        held = (
+            (self.query, self.key) if self.slices is None else (self.query, self.key, self.slices)
+        )
+        zero, *others = (
+            torch.linalg.vector_norm(x.detach(), torch.inf, (-2, -1)) * 0 for x in held
+        )
+        for other in others:
+            zero = zero + other
+        return zero
+
     def inverse_width(self) -> Tensor:
         """One over the width of the sort kernel: ``1/t`` (absolute) or ``1/sqrt(t)`` (squared)."""
         t = self.sort_temperature
+        if not isinstance(t, Tensor):
+            t = torch.full((1,), t, device=self.query.device, dtype=self.dtype)
         return 1 / t if self.metric == "absolute" else t.rsqrt()
 
     def projections(self) -> tuple[Tensor, Tensor]:
