@@ -63,7 +63,10 @@ def test_soft_operators(name: str) -> None:
     torch.library.opcheck(operator.custom, strided(arguments), test_utils=CHECKS)
 
 
-@pytest.mark.parametrize("name", ["match", "apply_matching", "cross_matching", "rank_halves"])
+@pytest.mark.parametrize(
+    "name",
+    ["match", "apply_matching", "cross_matching", "matching_costs", "rank_halves", "match_halves"],
+)
 def test_hard_operators(name: str) -> None:
     order = numbers(1, 2, 6).argsort(-1).int()
     rows, weight = numbers(1, 6, 4).requires_grad_(), torch.rand(1, 2, device=DEVICE)
@@ -72,7 +75,9 @@ def test_hard_operators(name: str) -> None:
         "match": (matching.match, (order, order.flip(-1).contiguous())),
         "apply_matching": (matching.apply_matching, (rows, weight, order)),
         "cross_matching": (matching.cross_matching, (rows, numbers(1, 6, 4), order)),
+        "matching_costs": (matching.matching_costs, (rows, numbers(1, 6, 4), order)),
         "rank_halves": (ranking.rank_halves, (half, None, 0.5)),
+        "match_halves": (ranking.match_halves, (half, half.detach().flip(1), None)),
     }
     operator, arguments = calls[name]
     torch.library.opcheck(operator.custom, arguments, test_utils=CHECKS)

@@ -15,17 +15,18 @@ from triton.compiler import ASTSource, compile
 from espformer.ops.exponentials import ABSOLUTE, GAUSSIAN
 from espformer.ops.triton.apply import apply_kernel, cross_kernel
 from espformer.ops.triton.column import column_kernel
-from espformer.ops.triton.gather import dot_kernel, gather_kernel
+from espformer.ops.triton.gather import gather_kernel, pair_kernel
 from espformer.ops.triton.grad import grad_kernel
 from espformer.ops.triton.launch import state_table
-from espformer.ops.triton.matching import match_kernel
+from espformer.ops.triton.matching import compose_kernel
 from espformer.ops.triton.norms import norm_grad_kernel, norm_kernel
-from espformer.ops.triton.ranking import pack_kernel, unpack_kernel, unrank_kernel
+from espformer.ops.triton.ranking import match_kernel, pack_kernel, rank_kernel
+from espformer.ops.triton.ranking import sort_config, unpack_kernel, unrank_kernel
 from espformer.ops.triton.states import link_kernel, scan_kernel, sums_kernel
 import triton.language as tl
 
 INDICES = {"ORDER", "K_ORDER", "Q_ORDER", "INDEX", "FROM", "TO", "WORDS", "LENGTHS"}
-SIZES = {"N", "L", "HEADS", "CHUNKS", "D", "BLOCKS", "TOKENS", "KEYS", "QUERIES"}
+SIZES = {"N", "L", "HEADS", "CHUNKS", "D", "BLOCKS", "STRIDE", "ROWS", "TOKENS", "KEYS", "QUERIES"}
 WARPS = 4
 
 
@@ -85,14 +86,24 @@ for table in (ABSOLUTE, GAUSSIAN[4]):
     poles |= dict(BLOCK=256, EXACT=True)
     build(column_kernel, poles | dict(GRAD=False, P=None, SLOPE=None), warps=1)
     build(column_kernel, poles | dict(GRAD=True), warps=1)
-build(gather_kernel, dict(PER_SLICE=False, WEIGHTED=True, BLOCK_N=32, BLOCK_D=64), X="*bf16")
-build(dot_kernel, dict(BLOCK_N=32, BLOCK_D=64), X="*bf16", Y="*bf16")
-build(match_kernel, dict(BLOCK=256), OUT="*i32")
+rows = dict(D=64, BLOCK_N=512, BLOCK_D=64)
+build(gather_kernel, rows, warps=32, X="*bf16")
+for distance in (False, True):
+    build(pair_kernel, rows | dict(DISTANCE=distance), warps=32, X="*bf16", Y="*bf16")
+build(compose_kernel, dict(BLOCK=256), OUT="*i32")
 build(norm_kernel, dict(BLOCK=256))
 build(norm_grad_kernel, dict(ATOMIC=True, BLOCK=256))
-build(pack_kernel, dict(MASKED=True, BLOCK_N=64, BLOCK_D=64), X="*bf16", MASK="*u8", OUT="*i32")
-sort = dict(HALF=tl.bfloat16, MASKED=True, SORT=True, BLOCK_N=256)
-build(unpack_kernel, sort, warps=1, scale="fp32")
+for kind in ("*i16", "*i32"):
+    pack = dict(MASKED=True, BLOCK_N=64, BLOCK_D=64)
+    build(pack_kernel, pack, X="*bf16", Y="*bf16", MASK="*u8", OUT=kind)
+half = dict(HALF=tl.bfloat16, INFINITY=0x7F80, MASKED=True)
+for tokens in (100, 2000):
+    sort = sort_config(tokens)
+    warps = sort["num_warps"]
+    sort = {key: value for key, value in sort.items() if key != "num_warps"}
+    build(rank_kernel, half | sort, warps, scale="fp32", BITS="*i16")
+    build(match_kernel, dict(INFINITY=0x7F80) | sort, warps, share="fp32", BITS="*i16", OUT="*i32")
+build(unpack_kernel, half | dict(BLOCK=1024), scale="fp32")
 build(unrank_kernel, dict(BLOCK_N=128, BLOCK_L=16), scale="fp32", DX="*bf16")
 """
 
@@ -107,4 +118,4 @@ def test_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert len(run.stdout.splitlines()) == 53
+    assert len(run.stdout.splitlines()) == 59

@@ -1,83 +1,121 @@
-"""Sums of gathered rows: the hard operator, and the deterministic end of the soft one."""
+"""Sums over gathered rows: what hard plans are made of."""
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+# Rows are read many times over, once for every slice. A program takes so many tokens of a head that
+# it has a multiprocessor for itself, whose cache then holds the head's rows, or a good part of
+# them: it can be read several times faster than the cache that all share.
+MOST_ROWS = 512
+MOST_BYTES = 64 << 10
+# With fewer programs than about a GPU's multiprocessors, smaller ones are better.
+FEWEST_PROGRAMS = 128
+
 
 @triton.jit
-def gather_kernel(
-    X, INDEX, WEIGHT, OUT, N, D, L, BLOCKS,
-    PER_SLICE: tl.constexpr, WEIGHTED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """``out_i = Σ_l weight_l x[index[l, i]]``, x shared by the slices or one per slice."""
+def tile(N, BLOCKS, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A program's head, tokens and columns, and which columns exist."""
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     i = tl.program_id(0) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
-    inside = (i[:, None] < N) & (d[None, :] < D)
-    total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for slice in range(L):
-        pair = head * L + slice
-        j = tl.load(INDEX + pair * N + i, mask=i < N, other=0)
-        if PER_SLICE:
-            rows = X + (pair * N + j) * D
-        else:
-            rows = X + (head * N + j) * D
-        x = tl.load(rows[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
-        if WEIGHTED:
-            x = x * tl.load(WEIGHT + pair)
-        total += x
-    rows = OUT + (head * N + i) * D
-    tl.store(rows[:, None] + d[None, :], total.to(OUT.dtype.element_ty), mask=inside)
+    return head, i, d, d[None, :] < D
 
 
 @triton.jit
-def dot_kernel(X, Y, INDEX, OUT, N, D, L, BLOCKS, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """``out_l = Σ_i x_i · y[index[l, i]]``, one partial sum per block of tokens."""
-    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    block = tl.program_id(0) % BLOCKS
-    i = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    d = tl.arange(0, BLOCK_D)
-    inside = (i[:, None] < N) & (d[None, :] < D)
+def gather_kernel(
+    X, INDEX, WEIGHT, OUT, N, L, BLOCKS, D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """``out_i = Σ_l weight_l x[index[l, i]]``."""
+    head, i, d, columns = tile(N, BLOCKS, D, BLOCK_N, BLOCK_D)
+    total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    INDEX += head * L * N
+    X += head * N * D
+    j = tl.load(INDEX + i, mask=i < N, other=0)
+    for slice in range(L):
+        x = tl.load(X + (j[:, None] * D + d[None, :]), mask=columns, other=0.0).to(tl.float32)
+        INDEX += N
+        # One slice ahead: a row's address waits for its index.
+        j = tl.load(INDEX + i, mask=(i < N) & (slice + 1 < L), other=0)
+        total += x * tl.load(WEIGHT + head * L + slice)
+    rows = OUT + (head * N + i) * D
+    tl.store(
+        rows[:, None] + d[None, :], total.to(OUT.dtype.element_ty), mask=(i[:, None] < N) & columns
+    )
+
+
+@triton.jit
+def pair_kernel(
+    X, Y, INDEX, OUT, N, L, BLOCKS, D: tl.constexpr, DISTANCE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """``out_l = Σ_i x_i · y[index[l, i]]`` or ``Σ_i ‖x_i - y[index[l, i]]‖²``, in parts.
+
+    One partial sum per block of tokens.
+    """
+    head, i, d, columns = tile(N, BLOCKS, D, BLOCK_N, BLOCK_D)
+    inside = (i[:, None] < N) & columns
     rows = X + (head * N + i) * D
     x = tl.load(rows[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    OUT += head * L * BLOCKS + tl.program_id(0) % BLOCKS
+    INDEX += head * L * N
+    Y += head * N * D
+    j = tl.load(INDEX + i, mask=i < N, other=0)
     for slice in range(L):
-        pair = head * L + slice
-        j = tl.load(INDEX + pair * N + i, mask=i < N, other=0)
-        rows = Y + (head * N + j) * D
-        y = tl.load(rows[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
-        tl.store(OUT + pair * BLOCKS + block, tl.sum(tl.sum(x * y, 1), 0))
+        y = tl.load(Y + (j[:, None] * D + d[None, :]), mask=inside, other=0.0).to(tl.float32)
+        INDEX += N
+        j = tl.load(INDEX + i, mask=(i < N) & (slice + 1 < L), other=0)
+        if DISTANCE:
+            product = (x - y) * (x - y)
+        else:
+            product = x * y
+        tl.store(OUT + slice * BLOCKS, tl.sum(tl.sum(product, 1), 0))
 
 
-def gather_sum(x: Tensor, index: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Rows x (batch, N, d) or (batch, L, N, d) by index (batch, L, N), summed over the slices."""
-    batch, slices, tokens = index.shape
-    width = x.shape[-1]
-    out = x.new_empty(batch, tokens, width, dtype=dtype)
+@functools.lru_cache(1024)
+def _tiles(batch: int, tokens: int, width: int, bytes_each: int) -> tuple[int, dict[str, Any]]:
+    """How many programs share a head, and what each is made of."""
     block_d = triton.next_power_of_2(width)
-    block_n = max(1, min(32, 4096 // block_d))
-    gather_kernel[(batch * triton.cdiv(tokens, block_n),)](
-        x, index, weight, out, tokens, width, slices, triton.cdiv(tokens, block_n),
-        PER_SLICE=x.dim() == 4, WEIGHTED=weight is not None, BLOCK_N=block_n, BLOCK_D=block_d,
-        num_warps=4,
-    )  # fmt: skip
+    row = block_d * bytes_each
+    block_n = max(1, min(MOST_ROWS, MOST_BYTES // row, triton.next_power_of_2(tokens)))
+    while block_n > 32 and batch * triton.cdiv(tokens, block_n) < FEWEST_PROGRAMS:
+        block_n //= 2
+    warps = min(32, max(4, block_n * row // 2048))
+    config = {"D": width, "BLOCK_N": block_n, "BLOCK_D": block_d, "num_warps": warps}
+    return triton.cdiv(tokens, block_n), config
+
+
+def gather_sum(x: Tensor, index: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """``Σ_l weight_l x[index[l, i]]``: x (batch, N, d), index (batch, L, N), weight (batch, L)."""
+    batch, slices, tokens = index.shape
+    out = torch.empty(batch, tokens, x.shape[-1], device=x.device, dtype=dtype)
+    blocks, config = _tiles(batch, tokens, x.shape[-1], x.element_size())
+    gather_kernel[(batch * blocks,)](x, index, weight, out, tokens, slices, blocks, **config)
     return out
+
+
+def _gather_pairs(x: Tensor, y: Tensor, index: Tensor, distance: bool) -> Tensor:
+    batch, slices, tokens = index.shape
+    blocks, config = _tiles(batch, tokens, x.shape[-1], x.element_size())
+    partial = torch.empty(batch, slices, blocks, device=x.device, dtype=torch.float32)
+    pair_kernel[(batch * blocks,)](
+        x, y, index, partial, tokens, slices, blocks, DISTANCE=distance, **config
+    )
+    return partial.sum(-1)
 
 
 def gather_dot(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
     """``Σ_i x_i · y[index[l, i]]`` for every slice: (batch, L)."""
-    batch, slices, tokens = index.shape
-    width = x.shape[-1]
-    block_d = triton.next_power_of_2(width)
-    block_n = max(1, min(32, 4096 // block_d))
-    blocks = triton.cdiv(tokens, block_n)
-    partial = x.new_empty(batch, slices, blocks, dtype=torch.float32)
-    dot_kernel[(batch * blocks,)](
-        x, y, index, partial, tokens, width, slices, blocks,
-        BLOCK_N=block_n, BLOCK_D=block_d, num_warps=4,
-    )  # fmt: skip
-    return partial.sum(-1)
+    return _gather_pairs(x, y, index, False)
+
+
+def gather_distance(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+    """``Σ_i ‖x_i - y[index[l, i]]‖²`` for every slice: (batch, L)."""
+    return _gather_pairs(x, y, index, True)

@@ -2,7 +2,8 @@
 
 - ``espformer::match``: the token that each query meets, from two rankings;
 - ``espformer::apply_matching``: ``Σ_l weight_l V[match_l]``;
-- ``espformer::cross_matching``: ``Σ_i q_i · k[match_l(i)]`` for every slice.
+- ``espformer::cross_matching``: ``Σ_i q_i · k[match_l(i)]`` for every slice;
+- ``espformer::matching_costs``: ``Σ_i ‖q_i - k[match_l(i)]‖²`` for every slice.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from espformer.ops.autograd import refuse_double_backward
-from espformer.ops.triton.gather import gather_dot, gather_sum
+from espformer.ops.triton.gather import gather_distance, gather_dot, gather_sum
 from espformer.ops.triton.registration import operator
 
 
 @triton.jit
-def match_kernel(FROM, TO, OUT, N, BLOCK: tl.constexpr):
+def compose_kernel(FROM, TO, OUT, N, BLOCK: tl.constexpr):
     """``out[from_n] = to_n``; TO None is the identity."""
     row = tl.program_id(0).to(tl.int64) * N
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -38,7 +39,7 @@ def match(order: Tensor, to: Tensor | None) -> Tensor:
     tokens = order.shape[-1]
     block = min(1024, triton.next_power_of_2(tokens))
     grid = (order.numel() // tokens, triton.cdiv(tokens, block))
-    match_kernel[grid](order, to, out, tokens, BLOCK=block)
+    compose_kernel[grid](order, to, out, tokens, BLOCK=block)
     return out
 
 
@@ -76,9 +77,11 @@ def _matching_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 @refuse_double_backward("espformer::apply_matching")
 def _matching_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     value, weight, matches = ctx.saved_tensors
+    needs_value, needs_weight, _ = ctx.needs_input_grad
     upstream = grads[0].to(value.dtype)
-    d_value = apply_matching(upstream, weight, match(matches, None))
-    return d_value, cross_matching(upstream, value, matches), None
+    d_value = apply_matching(upstream, weight, match(matches, None)) if needs_value else None
+    d_weight = cross_matching(upstream, value, matches) if needs_weight else None
+    return d_value, d_weight, None
 
 
 apply_matching.register_autograd(_matching_backward, setup_context=_matching_setup)
@@ -92,3 +95,42 @@ def _cross_matching_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, .
 
 
 cross_matching.register_autograd(_cross_matching_backward, setup_context=_matching_setup)
+
+
+@operator("matching_costs")
+def matching_costs(query: Tensor, key: Tensor, matches: Tensor) -> Tensor:
+    """``Σ_i ‖q_i - k[matches[l, i]]‖²``: (batch, L)."""
+    return gather_distance(query, key, matches)
+
+
+@matching_costs.register_fake
+def _(query: Tensor, key: Tensor, matches: Tensor) -> Tensor:
+    return query.new_empty(matches.shape[:2], dtype=torch.float32)
+
+
+@operator("matching_costs_backward")
+def matching_costs_backward(
+    upstream: Tensor, mine: Tensor, theirs: Tensor, matches: Tensor
+) -> Tensor:
+    """``2 Σ_l upstream_l (mine_i - theirs[matches[l, i]])`` in the dtype of `mine`."""
+    met = gather_sum(theirs, matches, upstream, torch.float32)
+    return (upstream.sum(-1).view(-1, 1, 1) * mine - met).mul_(2).to(mine.dtype)
+
+
+@matching_costs_backward.register_fake
+def _(upstream: Tensor, mine: Tensor, theirs: Tensor, matches: Tensor) -> Tensor:
+    return mine.new_empty(mine.shape)
+
+
+@refuse_double_backward("espformer::matching_costs")
+def _matching_costs_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, matches = ctx.saved_tensors
+    needs_query, needs_key, _ = ctx.needs_input_grad
+    d_query = matching_costs_backward(grads[0], query, key, matches) if needs_query else None
+    d_key = None
+    if needs_key:
+        d_key = matching_costs_backward(grads[0], key, query, match(matches, None))
+    return d_query, d_key, None
+
+
+matching_costs.register_autograd(_matching_costs_backward, setup_context=_matching_setup)

@@ -8,6 +8,7 @@ registers of a few warps; longer rows go through ``torch.sort``.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -20,54 +21,180 @@ from espformer.ops.triton.registration import operator
 
 MOST_TOKENS = 1 << 16
 IN_REGISTERS = 4096
+# What padding sorts as: above every number, NaN included.
+PADDING = tl.constexpr(0x7FFF)
+
+
+@triton.jit
+def sortable(x):
+    """16-bit floats as integers in the same order, all below PADDING."""
+    bits = (x + 0.0).to(tl.int16, bitcast=True).to(tl.int32)  # minus zero is zero
+    return tl.minimum(tl.where(bits < 0, bits ^ 0x7FFF, bits), PADDING - 1)
 
 
 @triton.jit
 def pack_kernel(
-    X, MASK, OUT, N, D, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """(batch, N, D) floats to (batch, D, N) words."""
+    X, Y, MASK, OUT, N, D, STRIDE, MASKED: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """(batch, N, D) floats to (batch, D, STRIDE) integers in the same order, X's and then Y's.
+
+    32-bit integers carry the index of their token, 16-bit integers leave it to their place.
+    """
     batch = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     inside = (n[:, None] < N) & (d[None, :] < D)
     at = (batch * N + n[:, None]) * D + d[None, :]
-    x = tl.load(X + at, mask=inside, other=0.0) + 0.0  # minus zero is zero
-    bits = x.to(tl.int16, bitcast=True).to(tl.int32)
-    bits = tl.where(bits < 0, bits ^ 0x7FFF, bits)
+    to = batch
+    if Y is None:
+        x = tl.load(X + at, mask=inside, other=0.0)
+    else:
+        if tl.program_id(2) == 0:
+            x = tl.load(X + at, mask=inside, other=0.0)
+        else:
+            x = tl.load(Y + at, mask=inside, other=0.0)
+            to += tl.num_programs(0)
+    present = n < N
     if MASKED:
-        present = tl.load(MASK + batch * N + n, mask=n < N, other=0)
-        bits = tl.where(present[:, None] != 0, bits, 0x7FFF)
-    word = (bits << 16) | n[:, None]
-    tl.store(OUT + (batch * D + d[None, :]) * N + n[:, None], word, mask=inside)
+        present &= tl.load(MASK + batch * N + n, mask=n < N, other=0) != 0
+    bits = tl.where(present[:, None], sortable(x), PADDING)
+    if OUT.dtype.element_ty == tl.int32:
+        bits = (bits << 16) | n[:, None]
+    to = OUT + (to * D + d[None, :]) * STRIDE + n[:, None]
+    tl.store(to, bits.to(OUT.dtype.element_ty), mask=(n[:, None] < STRIDE) & (d[None, :] < D))
+
+
+@triton.jit
+def indicator(DIMS: tl.constexpr, BIT: tl.constexpr):
+    """0 and 1 along the axis of a bit of a hypercube."""
+    return tl.reshape(tl.arange(0, 2), [1] * (DIMS - 1 - BIT) + [2] + [1] * BIT)
+
+
+@triton.jit
+def exchange(cube, descending, DIMS: tl.constexpr, BIT: tl.constexpr):
+    """Orders neighbours along the axis of a bit."""
+    neighbour = cube ^ tl.xor_sum(cube, DIMS - 1 - BIT, True)  # compiles to the neighbour alone
+    larger = (indicator(DIMS, BIT) ^ descending) != 0
+    return tl.where(larger, tl.maximum(cube, neighbour), tl.minimum(cube, neighbour))
+
+
+@triton.jit
+def sort_words(
+    words, BLOCK: tl.constexpr, VECTOR: tl.constexpr, VECTORS: tl.constexpr, DIMS: tl.constexpr,
+    HELD: tl.constexpr,
+):  # fmt: skip
+    """A bitonic sort of ``BLOCK = 2 ** DIMS`` words.
+
+    Most comparisons are along the low bits of a rank, and where a thread holds both words they
+    cost one instruction each, a minimum or a maximum. So the words of a thread, VECTORS vectors of
+    VECTOR words, become neighbours first: only their names change. Above their HELD bits, runs that
+    have to descend are complemented meanwhile.
+    """
+    words = tl.permute(tl.reshape(words, [VECTORS, BLOCK // (VECTORS * VECTOR), VECTOR]), [1, 0, 2])
+    cube = tl.reshape(words, [2] * DIMS)
+    nowhere = tl.zeros_like(indicator(DIMS, 0))
+    complemented = nowhere
+    for stage in tl.static_range(1, DIMS + 1):
+        if stage < DIMS:
+            descending = indicator(DIMS, stage)
+        else:
+            descending = nowhere
+        if stage >= HELD:
+            cube ^= -(complemented ^ descending)
+            complemented = descending
+            descending = nowhere
+        for step in tl.static_range(stage):
+            cube = exchange(cube, descending, DIMS, stage - 1 - step)
+    return tl.reshape(cube, [BLOCK])
+
+
+@triton.jit
+def infinite(lowest, highest, INFINITY: tl.constexpr):
+    """Whether two words that enclose all others hold an infinity or NaN."""
+    return ((highest >> 16) >= INFINITY) | ((lowest >> 16) <= ~INFINITY)
+
+
+@triton.jit
+def any_infinite(words, INFINITY: tl.constexpr):
+    """Whether any word that is not padding holds an infinity or NaN."""
+    lowest = tl.min(words, 0)
+    highest = tl.max(tl.where(words < (PADDING << 16), words, lowest), 0)
+    return (lowest < (PADDING << 16)) & infinite(lowest, highest, INFINITY)
+
+
+@triton.jit
+def rank_kernel(
+    BITS, LENGTHS, VALUES, ORDER, N, L, scale, HALF: tl.constexpr, INFINITY: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, VECTORS: tl.constexpr,
+    DIMS: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """Sorts rows of 16-bit integers; padding repeats the last true number."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    word = (tl.load(BITS + row * BLOCK + n).to(tl.int32) << 16) | n
+    bad = any_infinite(word, INFINITY)
+    word = sort_words(word, BLOCK, VECTOR, VECTORS, DIMS, HELD)
+    tl.store(ORDER + row * N + n, word & 0xFFFF, mask=n < N)
+    length = N
+    if MASKED:
+        length = tl.load(LENGTHS + row // L)
+        last = tl.maximum(length - 1, 0)
+        end = tl.max(tl.where(n == last, word, -0x80000000), 0)
+        word = tl.where(n < last, word, end)
+    x = numbers(word, bad, length, scale, HALF)
+    tl.store(VALUES + row * N + n, x, mask=n < N)
+
+
+@triton.jit
+def numbers(word, bad, length, scale, HALF: tl.constexpr):
+    """The numbers of words; all NaN in a row that holds one, and zero in one without a length."""
+    bits = word >> 16
+    bits = tl.where(bits < 0, bits ^ 0x7FFF, bits).to(tl.int16)
+    x = bits.to(HALF, bitcast=True).to(tl.float32) * scale
+    x = tl.where(bad, float("nan"), x)
+    return tl.where(length > 0, x, 0.0)
 
 
 @triton.jit
 def unpack_kernel(
-    WORDS, LENGTHS, VALUES, ORDER, N, L, scale, HALF: tl.constexpr, MASKED: tl.constexpr,
-    SORT: tl.constexpr, BLOCK_N: tl.constexpr,
+    WORDS, LENGTHS, VALUES, ORDER, N, L, scale, HALF: tl.constexpr, INFINITY: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Words to numbers and tokens, sorted before if SORT; padding repeats the last true number."""
+    """Sorted words to numbers and tokens, as `rank_kernel` leaves them."""
     row = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    word = tl.load(WORDS + row * N + n, mask=n < N, other=0x7FFFFFFF)
-    if SORT:
-        word = tl.sort(word)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(WORDS + row * N + n, mask=n < N, other=0)
     tl.store(ORDER + row * N + n, word & 0xFFFF, mask=n < N)
+    length = N
     if MASKED:
         length = tl.load(LENGTHS + row // L)
-        last = tl.maximum(length - 1, 0)
-        if SORT:
-            end = tl.max(tl.where(n == last, word, -0x80000000))
-        else:
-            end = tl.load(WORDS + row * N + last)
-        word = tl.where(n < last, word, end)
-    bits = word >> 16
-    bits = tl.where(bits < 0, bits ^ 0x7FFF, bits).to(tl.int16)
-    x = bits.to(HALF, bitcast=True).to(tl.float32)
-    if MASKED:
-        x = tl.where(length > 0, x, 0.0)
-    tl.store(VALUES + row * N + n, x * scale, mask=n < N)
+    last = tl.maximum(length - 1, 0)
+    end = tl.load(WORDS + row * N + last)
+    bad = infinite(tl.load(WORDS + row * N), end, INFINITY)
+    x = numbers(tl.where(n < last, word, end), bad, length, scale, HALF)
+    tl.store(VALUES + row * N + n, x, mask=n < N)
+
+
+@triton.jit
+def match_kernel(
+    BITS, OUT, SHARE, N, ROWS, share, INFINITY: tl.constexpr, BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr, VECTORS: tl.constexpr, DIMS: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """Sorts a row of queries and one of keys: ``out[token of a query] = key of the same rank``."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    bad = False
+    keys = tl.zeros([BLOCK], tl.int32)
+    queries = keys
+    for side in range(2):  # one sort's code for both
+        word = (tl.load(BITS + (side * ROWS + row) * BLOCK + n).to(tl.int32) << 16) | n
+        bad |= any_infinite(word, INFINITY)
+        queries = keys
+        keys = sort_words(word, BLOCK, VECTOR, VECTORS, DIMS, HELD)
+    query = queries & 0xFFFF
+    tl.store(OUT + row * N + query, keys & 0xFFFF, mask=query < N)
+    tl.store(SHARE + row, tl.where(bad, float("nan"), share))
 
 
 @triton.jit
@@ -101,33 +228,68 @@ def _(upstream: Tensor, order: Tensor, scale: float, dtype: torch.dtype) -> Tens
     return upstream.mT.to(dtype).contiguous()
 
 
+def _infinity(dtype: torch.dtype) -> int:
+    return 0x7F80 if dtype == torch.bfloat16 else 0x7C00
+
+
+@functools.lru_cache(1024)
+def sort_config(tokens: int) -> dict[str, Any]:
+    """How a program sorts a row: at most 32 words in every thread, loaded in vectors of 8."""
+    block = max(2, triton.next_power_of_2(tokens))
+    warps = max(1, block // 1024)
+    held = max(1, block // (32 * warps))
+    vector = min(8, held)
+    return {
+        "BLOCK": block, "VECTOR": vector, "VECTORS": held // vector,
+        "DIMS": block.bit_length() - 1, "HELD": held.bit_length() - 1, "num_warps": warps,
+    }  # fmt: skip
+
+
+@functools.lru_cache(1024)
+def _pack_config(slices: int, stride: int) -> tuple[int, dict[str, Any]]:
+    block_d = triton.next_power_of_2(slices)
+    block_n = max(1, min(64, 8192 // block_d))
+    return triton.cdiv(stride, block_n), {"BLOCK_N": block_n, "BLOCK_D": block_d}
+
+
+def _pack(x: Tensor, y: Tensor | None, mask: Tensor | None, stride: int, dtype: Any) -> Tensor:
+    """Every column of one or two (batch, N, L) tensors as sortable integers."""
+    batch, tokens, slices = x.shape
+    sides = 1 if y is None else 2
+    packed = torch.empty(sides, batch, slices, stride, device=x.device, dtype=dtype)
+    blocks, config = _pack_config(slices, stride)
+    pack_kernel[(batch, blocks, sides)](
+        x, y, None if mask is None else mask.view(torch.uint8), packed, tokens, slices, stride,
+        MASKED=mask is not None, **config,
+    )  # fmt: skip
+    return packed
+
+
 @operator("rank_halves")
 def rank_halves(x: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Sorts every column of (batch, N, L) 16-bit floats.
 
     Returns the sorted numbers times `scale` in float32 and the token at each rank in int32, both
-    (batch, L, N); padded tokens rank last.
+    (batch, L, N); padded tokens rank last. A column that holds NaN or an infinity is all NaN.
     """
     batch, tokens, slices = x.shape
-    words = torch.empty(batch, slices, tokens, device=x.device, dtype=torch.int32)
-    block_d = triton.next_power_of_2(slices)
-    block_n = max(1, min(64, 8192 // block_d))
-    bytes_ = None if mask is None else mask.view(torch.uint8)
+    shape = (batch, slices, tokens)
+    values = torch.empty(shape, device=x.device, dtype=torch.float32)
+    order = torch.empty(shape, device=x.device, dtype=torch.int32)
     lengths = None if mask is None else mask.sum(-1, dtype=torch.int32)
-    pack_kernel[(batch, triton.cdiv(tokens, block_n))](
-        x, bytes_, words, tokens, slices, MASKED=mask is not None, BLOCK_N=block_n, BLOCK_D=block_d
-    )
-    alone = tokens <= IN_REGISTERS
-    if not alone:
-        words = words.sort(-1).values
-    values = torch.empty(words.shape, device=x.device, dtype=torch.float32)
-    order = torch.empty_like(words)
     half = tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16
-    block = triton.next_power_of_2(tokens) if alone else 1024
-    unpack_kernel[(batch * slices, triton.cdiv(tokens, block))](
-        words, lengths, values, order, tokens, slices, scale, HALF=half, MASKED=mask is not None,
-        SORT=alone, BLOCK_N=block, num_warps=max(1, block // 1024) if alone else 4,
-    )  # fmt: skip
+    kind = {"HALF": half, "INFINITY": _infinity(x.dtype), "MASKED": mask is not None}
+    if tokens <= IN_REGISTERS:
+        config = sort_config(tokens)
+        bits = _pack(x, None, mask, config["BLOCK"], torch.int16)
+        rank_kernel[(batch * slices,)](
+            bits, lengths, values, order, tokens, slices, scale, **kind, **config
+        )
+        return values, order
+    words = _pack(x, None, mask, tokens, torch.int32).sort(-1).values
+    unpack_kernel[(batch * slices, triton.cdiv(tokens, 1024))](
+        words, lengths, values, order, tokens, slices, scale, **kind, BLOCK=1024
+    )
     return values, order
 
 
@@ -152,3 +314,30 @@ def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 
 
 rank_halves.register_autograd(_backward, setup_context=_setup)
+
+
+@operator("match_halves")
+def match_halves(query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The key of the same rank for every query and column of (batch, N, L) 16-bit floats.
+
+    Returns the matches, (batch, L, N) in int32, and a slice's share of a plain mean, (batch, L):
+    one over their number, but NaN where the column of the queries or the keys holds NaN or an
+    infinity. Padded tokens, the same for both, meet each other. At most IN_REGISTERS tokens.
+    """
+    batch, tokens, slices = query.shape
+    config = sort_config(tokens)
+    bits = _pack(query, key, mask, config["BLOCK"], torch.int16)
+    matches = torch.empty(batch, slices, tokens, device=query.device, dtype=torch.int32)
+    shares = torch.empty(batch, slices, device=query.device, dtype=torch.float32)
+    match_kernel[(batch * slices,)](
+        bits, matches, shares, tokens, batch * slices, 1 / slices,
+        INFINITY=_infinity(query.dtype), **config,
+    )  # fmt: skip
+    return matches, shares
+
+
+@match_halves.register_fake
+def _(query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    batch, tokens, slices = query.shape
+    matches = query.new_empty((batch, slices, tokens), dtype=torch.int32)
+    return matches, query.new_empty((batch, slices), dtype=torch.float32)
