@@ -58,7 +58,7 @@ class Problem:
         )
         for other in others:
             zero = zero + other
-        return zero
+        return zero.to(self.dtype)
 
     def inverse_width(self) -> Tensor:
         """One over the width of the sort kernel: ``1/t`` (absolute) or ``1/sqrt(t)`` (squared)."""
