@@ -8,7 +8,7 @@ from torch import Tensor
 from espformer.ops import esp
 from espformer.ops.coupling import Coupling, couple
 from espformer.ops.problem import Problem
-from espformer.ops.triton import matching, operators
+from espformer.ops.triton import hard, operators
 from espformer.ops.triton.column import sorted_column
 from espformer.ops.triton.norms import norm_costs
 from espformer.ops.triton.ranking import MOST_TOKENS, rank_halves
@@ -18,12 +18,15 @@ MOST_WIDTH = 256
 
 
 def attend(problem: Problem, value: Tensor) -> Tensor:
-    """``N · G V``: (batch, N, d) in the dtype of `value`."""
+    """``N · G V``: (batch, N, d) in the dtype of `value`; a head that holds NaN is all NaN."""
     if not _supported(problem, value):
-        return esp.attend(problem, value)
-    queries = _rank(problem, problem.query, problem.query_mask, 0)
-    keys = _rank(problem, problem.key, problem.key_mask, 1)
-    out = (_hard if problem.hard else _soft)(problem, value, queries, keys)
+        return esp.attend(problem, value) + problem.poison().view(-1, 1, 1)
+    if problem.hard:
+        out = hard.attend(problem, value)
+    else:
+        queries = _rank(problem, problem.query, problem.query_mask, 0)
+        keys = _rank(problem, problem.key, problem.key_mask, 1)
+        out = _soft(problem, value, queries, keys)
     return (
         out if problem.query_mask is None else out.masked_fill(~problem.query_mask.unsqueeze(-1), 0)
     )
@@ -34,7 +37,7 @@ def _supported(problem: Problem, value: Tensor) -> bool:
     operands = (problem.query, problem.key, value)
     if any(x.element_size() > 4 or x.shape[-1] > MOST_WIDTH for x in operands):
         return False
-    if any(x[0].numel() >= 1 << 31 for x in operands if x.shape[0]):
+    if any(x.shape[-2] * x.shape[-1] >= 1 << 31 for x in operands):
         return False
     if esp.same_lengths(problem):
         return not problem.hard or problem.ties == "stable"
@@ -77,17 +80,6 @@ def _centred(problem: Problem) -> tuple[Tensor, Tensor]:
     return pair[0], pair[1]
 
 
-def _hard(problem: Problem, value: Tensor, queries: esp.Ranking, keys: esp.Ranking) -> Tensor:
-    matches = matching.match(queries.order, keys.order)
-    costs = torch.zeros_like(queries.values[..., 0])
-    if problem.inverse_temperature:
-        q, k = _centred(problem)
-        norms = q.float().square().sum((-2, -1)) + k.float().square().sum((-2, -1))
-        cross = matching.cross_matching(q, k, matches)
-        costs = (norms.unsqueeze(-1) - 2 * cross) / queries.lengths.clamp(min=1).unsqueeze(-1)
-    return matching.apply_matching(value, problem.slice_weights(costs), matches)
-
-
 def _soft(problem: Problem, value: Tensor, queries: esp.Ranking, keys: esp.Ranking) -> Tensor:
     # Beyond any meaning, but finite: infinity times the distance of equal numbers is no number.
     width = problem.inverse_width().clamp(max=1e30).expand(value.shape[0]).contiguous()
@@ -113,7 +105,7 @@ def _soft(problem: Problem, value: Tensor, queries: esp.Ranking, keys: esp.Ranki
             k, keys, theirs, mine, queries, _reversed(coupling, keys)
         )
         costs = (norms - 2 * cross) / queries.lengths.clamp(min=1).unsqueeze(-1)
-    weights = problem.slice_weights(costs)
+    weights = problem.slice_weights(costs + problem.poison().unsqueeze(-1))
     return operators.apply_plans(value, weights, queries.order.shape[-1], *sides, problem.metric)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from espformer.ops.triton.chunks import load_ranks, load_sides, near, place, positions, spread
+from espformer.ops.triton.chunks import load_ranks, load_states, near, place, positions, spread
 from espformer.ops.triton.instructions import roomy
 from espformer.ops.triton.rows import add_rows, load_rows
 
@@ -47,13 +47,13 @@ def apply_kernel(
     for start in tl.static_range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
         x = load_rows(X, FIRST, keys, n, N, d, D, HAS_FIRST, EVEN)
-        x_sides = load_sides(X_STATES, chunk, d, D, COMPLEX, ROWS)
-        w_sides = load_sides(W_STATES, chunk, d, D, COMPLEX, ROWS)
+        x_states = load_states(X_STATES, chunk, d, D, ROWS)
+        w_states = load_states(W_STATES, chunk, d, D, ROWS)
         k, _ = near(s, first, x, inverse_width, COMPLEX, exact)
-        w = spread(TABLE, k, x, x_sides, s, first, last, inverse_width, COMPLEX, ROWS)
+        w = spread(TABLE, k, x, x_states, s, first, last, inverse_width, COMPLEX, ROWS)
         w = (w * scale[:, None]).to(roomy(x).dtype)
         k, _ = near(t, t_first, x, inverse_width, COMPLEX, exact)
-        y = spread(TABLE, k, w, w_sides, t, t_first, t_last, inverse_width, COMPLEX, ROWS, weight)
+        y = spread(TABLE, k, w, w_states, t, t_first, t_last, inverse_width, COMPLEX, ROWS, weight)
         add_rows(
             OUT, FINAL, 1.0, y, queries, pair, head, n, N, QUERIES, d, D, HAS_FINAL, ATOMIC, EVEN
         )
@@ -93,11 +93,11 @@ def cross_kernel(
         d = start + tl.arange(0, BLOCK_D)
         x = load_rows(X, FIRST, keys, n, N, d, D, HAS_FIRST, EVEN)
         g = load_rows(G, FINAL, queries, n, N, d, D, HAS_FINAL, EVEN)
-        x_sides = load_sides(X_STATES, chunk, d, D, COMPLEX, ROWS)
-        g_sides = load_sides(G_STATES, chunk, d, D, COMPLEX, ROWS)
+        x_states = load_states(X_STATES, chunk, d, D, ROWS)
+        g_states = load_states(G_STATES, chunk, d, D, ROWS)
         k, _ = near(s, first, x, inverse_width, COMPLEX, exact)
-        y = spread(TABLE, k, x, x_sides, s, first, last, inverse_width, COMPLEX, ROWS)
+        y = spread(TABLE, k, x, x_states, s, first, last, inverse_width, COMPLEX, ROWS)
         k, _ = near(t, t_first, x, inverse_width, COMPLEX, exact)
-        z = spread(TABLE, k, g, g_sides, t, t_first, t_last, inverse_width, COMPLEX, ROWS)
+        z = spread(TABLE, k, g, g_states, t, t_first, t_last, inverse_width, COMPLEX, ROWS)
         dots += tl.sum(y * z, 1)
     tl.store(TOTALS + pair * CHUNKS + chunk, tl.sum(dots * scale, 0))

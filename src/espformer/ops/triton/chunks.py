@@ -195,56 +195,33 @@ def on_states(x, states, COMPLEX: tl.constexpr):
 
 
 @triton.jit
-def from_states(
-    TABLE: tl.constexpr, states, y, s, first, last, inverse_width,
-    COMPLEX: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr, gain,
+def spread(
+    TABLE: tl.constexpr, k, x, states, s, first, last, inverse_width,
+    COMPLEX: tl.constexpr, ROWS: tl.constexpr, gain=1.0,
 ):  # fmt: skip
-    """Adds to y what other chunks contribute to κx; `states` as :func:`load_sides` gives them."""
+    """κx at the ranks of a chunk in float32; k is κ within it, `states`, times `gain`, enter it."""
+    y = product(k, x)
     if ROWS > 0:
-        if COMPLEX:
-            wave = waves(TABLE, s, first, last, inverse_width, "out", True, ROWS, EXACT) * gain
-            if EXACT:
-                y = tl.dot(wave, states[0], y, input_precision="tf32x3")
-            else:
-                y = tl.dot(wave, states[0], y, input_precision="tf32")
+        exact: tl.constexpr = x.dtype == tl.float32
+        wave = waves(TABLE, s, first, last, inverse_width, "out", COMPLEX, ROWS, exact) * gain
+        if exact:
+            y = tl.dot(wave, states, y, input_precision="tf32x3")
+        elif COMPLEX:  # large weights of several poles cancel
+            y = tl.dot(wave, states, y, input_precision="tf32")
         else:
-            left, right = reach(s, first, last, inverse_width)
-            left *= gain
-            right *= gain
-            y = y + left[:, None] * states[0][None, :] + right[:, None] * states[1][None, :]
+            y = tl.dot(wave.to(x.dtype), states.to(x.dtype), y)
     return y
 
 
 @triton.jit
-def spread(
-    TABLE: tl.constexpr, k, x, sides, s, first, last, inverse_width,
-    COMPLEX: tl.constexpr, ROWS: tl.constexpr, gain=1.0,
-):  # fmt: skip
-    """κx at the ranks of a chunk in float32; k is κ within it, `sides`, times `gain`, enter it."""
-    exact: tl.constexpr = x.dtype == tl.float32
-    y = product(k, x)
-    return from_states(TABLE, sides, y, s, first, last, inverse_width, COMPLEX, ROWS, exact, gain)
-
-
-@triton.jit
-def load_sides(STATES, chunk, d, D: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr):
-    """The states that enter a chunk: one matrix of them, or the two rows of a real pole.
+def load_states(STATES, chunk, d, D: tl.constexpr, ROWS: tl.constexpr):
+    """The states that enter a chunk, (state rows, columns); zero beyond their number.
 
     ROWS is zero where there is only one chunk, and nothing enters it.
     """
-    if ROWS == 0:
-        sides = ()
-    elif COMPLEX:
-        sides = (load_states(STATES, chunk, d, D, ROWS),)
-    else:
-        at = STATES + chunk * ROWS * D + d
-        sides = (tl.load(at, mask=d < D, other=0.0), tl.load(at + D, mask=d < D, other=0.0))
-    return sides
-
-
-@triton.jit
-def load_states(STATES, chunk, d, D: tl.constexpr, ROWS: tl.constexpr):
-    """The states that enter a chunk, (state rows, columns); zero beyond their number."""
-    r = tl.arange(0, STATE_ROWS)
-    at = (chunk * ROWS + r)[:, None] * D + d[None, :]
-    return tl.load(STATES + at, mask=(r[:, None] < ROWS) & (d[None, :] < D), other=0.0)
+    r = tl.arange(0, STATE_ROWS)[:, None]
+    states = tl.zeros((STATE_ROWS, d.shape[0]), tl.float32)
+    if ROWS > 0:
+        at = STATES + (chunk * ROWS + r) * D + d[None, :]
+        states = tl.load(at, mask=(r < ROWS) & (d[None, :] < D), other=0.0)
+    return states

@@ -19,7 +19,6 @@ import triton.language as tl
 from espformer.ops.triton.chunks import (
     gap_slope,
     load_ranks,
-    load_sides,
     load_states,
     near,
     on_states,
@@ -74,9 +73,6 @@ def grad_kernel(
     s, first, last = positions(K_S + ranks, chunk, N, C, EVEN)
     t, t_first, t_last = positions(Q_S + ranks, chunk, N, C, EVEN)
     exact: tl.constexpr = X.dtype.element_ty == tl.float32
-    # Not even zero to the compiler, which would keep κ from its first use to its last: there are
-    # not enough registers for that, and it is cheap to make again.
-    zero = inverse_width * 0.0
     by_width = weight * inverse_width
     dots = tl.zeros((C,), tl.float32)
     k_slope = tl.zeros((C,), tl.float32)
@@ -87,30 +83,31 @@ def grad_kernel(
         d = start + tl.arange(0, BLOCK_D)
         x = load_rows(X, FIRST, keys, n, N, d, D, HAS_FIRST, EVEN)
         g = load_rows(G, FINAL, queries, n, N, d, D, HAS_FINAL, EVEN)
+        x_states = load_states(X_STATES, chunk, d, D, ROWS)
+        g_states = load_states(G_STATES, chunk, d, D, ROWS)
         k, _ = near(s, first, x, inverse_width, COMPLEX, exact)
-        sides = load_sides(X_STATES, chunk, d, D, COMPLEX, ROWS)
-        y = spread(TABLE, k, x, sides, s, first, last, inverse_width, COMPLEX, ROWS)
-        sides = load_sides(G_STATES, chunk, d, D, COMPLEX, ROWS)
+        y = spread(TABLE, k, x, x_states, s, first, last, inverse_width, COMPLEX, ROWS)
         k, _ = near(t, t_first, x, inverse_width, COMPLEX, exact)
-        z = spread(TABLE, k, g, sides, t, t_first, t_last, inverse_width, COMPLEX, ROWS)
+        z = spread(TABLE, k, g, g_states, t, t_first, t_last, inverse_width, COMPLEX, ROWS)
         dots += tl.sum(y * z, 1)
         x = roomy(x)
         g = roomy(g)
-
         w = (y * scale[:, None]).to(x.dtype)
         p = (z * scale[:, None]).to(x.dtype)
 
-        # One side after the other: registers decide how many programs fit.
-        k, gap = near(t + zero, t_first, x, inverse_width, COMPLEX, exact)
+        # One side after the other, from its numbers on: registers decide how many programs fit, and
+        # without the barrier the compiler would keep both κ from their first use to their last.
+        tl.debug_barrier()
+        t, t_first, t_last = positions(Q_S + ranks, chunk, N, C, EVEN)
+        k, gap = near(t, t_first, x, inverse_width, COMPLEX, exact)
         q_slope += tl.sum(gap_slope(k, gap, COMPLEX) * overlaps(w, g), 1)
+        w_states = load_states(W_STATES, chunk, d, D, ROWS)
         if ROWS > 0:
-            far = on_states(w, load_states(G_STATES, chunk, d, D, ROWS), COMPLEX)
-            far += on_states(g, load_states(W_STATES, chunk, d, D, ROWS), COMPLEX)
+            far = on_states(w, g_states, COMPLEX) + on_states(g, w_states, COMPLEX)
             wave = waves(TABLE, t, t_first, t_last, inverse_width, "slope", COMPLEX, ROWS, exact)
             q_slope += tl.sum(wave * far, 1)
         if WITH_G or HAS_FINAL:
-            sides = load_sides(W_STATES, chunk, d, D, COMPLEX, ROWS)
-            dg = spread(TABLE, k, w, sides, t, t_first, t_last, inverse_width, COMPLEX, ROWS)
+            dg = spread(TABLE, k, w, w_states, t, t_first, t_last, inverse_width, COMPLEX, ROWS)
             if HAS_FINAL:
                 final_dots += tl.sum(dg * g.to(tl.float32), 1)
             if WITH_G:
@@ -119,15 +116,16 @@ def grad_kernel(
                     ATOMIC, EVEN,
                 )  # fmt: skip
 
-        k, gap = near(s + zero, first, x, inverse_width, COMPLEX, exact)
+        tl.debug_barrier()
+        s, first, last = positions(K_S + ranks, chunk, N, C, EVEN)
+        k, gap = near(s, first, x, inverse_width, COMPLEX, exact)
         k_slope += tl.sum(gap_slope(k, gap, COMPLEX) * overlaps(p, x), 1)
+        p_states = load_states(P_STATES, chunk, d, D, ROWS)
         if ROWS > 0:
-            far = on_states(p, load_states(X_STATES, chunk, d, D, ROWS), COMPLEX)
-            far += on_states(x, load_states(P_STATES, chunk, d, D, ROWS), COMPLEX)
+            far = on_states(p, x_states, COMPLEX) + on_states(x, p_states, COMPLEX)
             wave = waves(TABLE, s, first, last, inverse_width, "slope", COMPLEX, ROWS, exact)
             k_slope += tl.sum(wave * far, 1)
-        sides = load_sides(P_STATES, chunk, d, D, COMPLEX, ROWS)
-        dx = spread(TABLE, k, p, sides, s, first, last, inverse_width, COMPLEX, ROWS)
+        dx = spread(TABLE, k, p, p_states, s, first, last, inverse_width, COMPLEX, ROWS)
         if HAS_FIRST:
             first_dots += tl.sum(dx * x.to(tl.float32), 1)
         add_rows(DX, FIRST, weight, dx, keys, pair, head, n, N, KEYS, d, D, HAS_FIRST, ATOMIC, EVEN)

@@ -21,7 +21,7 @@ CHUNK = {2: 64, 4: 16}
 # Chunks whose states are loaded together when they are scanned.
 AHEAD = 8
 # Registers per thread for 16-bit rows: with more of them fewer programs fit on a multiprocessor.
-REGISTERS = {"apply": 168, "cross": 128, "grad": 168}
+REGISTERS = {"apply": 128, "cross": 128, "grad": 168}
 
 
 def chunk_size(ranks: int, dtype: torch.dtype) -> int:
