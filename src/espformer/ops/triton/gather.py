@@ -10,11 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Rows are read many times over, once for every slice. A program takes so many tokens of a head that
-# it has a multiprocessor for itself, whose cache then holds the head's rows, or a good part of
-# them: it can be read several times faster than the cache that all share.
+# Rows are read many times over, once for every slice. Where the rows of a head fit in the cache of a
+# multiprocessor, which is several times faster than the one that all share, a program takes so many
+# tokens that it has a multiprocessor for itself. Where they do not, many small programs are better.
+CACHE_BYTES = 160 << 10
 MOST_ROWS = 512
 MOST_BYTES = 64 << 10
+FEW_ROWS = 32
 # With fewer programs than about a GPU's multiprocessors, smaller ones are better.
 FEWEST_PROGRAMS = 128
 
@@ -84,8 +86,9 @@ def _tiles(batch: int, tokens: int, width: int, bytes_each: int) -> tuple[int, d
     """How many programs share a head, and what each is made of."""
     block_d = triton.next_power_of_2(width)
     row = block_d * bytes_each
-    block_n = max(1, min(MOST_ROWS, MOST_BYTES // row, triton.next_power_of_2(tokens)))
-    while block_n > 32 and batch * triton.cdiv(tokens, block_n) < FEWEST_PROGRAMS:
+    most = min(MOST_ROWS, MOST_BYTES // row) if tokens * row <= CACHE_BYTES else FEW_ROWS
+    block_n = max(1, min(most, triton.next_power_of_2(tokens)))
+    while block_n > FEW_ROWS and batch * triton.cdiv(tokens, block_n) < FEWEST_PROGRAMS:
         block_n //= 2
     warps = min(32, max(4, block_n * row // 2048))
     config = {"D": width, "BLOCK_N": block_n, "BLOCK_D": block_d, "num_warps": warps}

@@ -186,7 +186,7 @@ def match_kernel(
     n = tl.arange(0, BLOCK)
     bad = False
     keys = tl.zeros([BLOCK], tl.int32)
-    queries = keys
+    queries = tl.zeros([BLOCK], tl.int32)  # not `keys`: the compiler would not see it change below
     for side in range(2):  # one sort's code for both
         word = (tl.load(BITS + (side * ROWS + row) * BLOCK + n).to(tl.int32) << 16) | n
         bad |= any_infinite(word, INFINITY)
