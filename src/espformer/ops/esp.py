@@ -120,13 +120,15 @@ def to_tokens(y: Tensor, ranking: Ranking) -> Tensor:
 class SoftMixing:
     """S of a soft sort, ``diag(out) κ diag(in)``: row-stochastic, or doubly stochastic."""
 
-    def __init__(self, kernel: Callable[[Tensor], Tensor], ranking: Ranking, balance: str) -> None:
+    def __init__(
+        self, kernel: Callable[[Tensor], Tensor], values: Tensor, valid: Tensor | None, balance: str
+    ) -> None:
         self.kernel = kernel
-        present = ranking.values.new_ones(()).expand(ranking.values.shape)
+        present = values.new_ones(()).expand(values.shape)
         absent = None
-        if ranking.valid is not None:
-            absent = ~ranking.valid.unsqueeze(-1)
-            present = present * ranking.valid
+        if valid is not None:
+            absent = ~valid.unsqueeze(-1)
+            present = present * valid
         present = present.unsqueeze(-1)
         row_sums = self._filled(self.kernel(present), absent)
         self.scale_in: Tensor | None = None
@@ -182,7 +184,7 @@ def _mixing(ranking: Ranking, problem: Problem, inverse_width: Tensor) -> SoftMi
         return HardMixing(ranking, problem)
     table = exponential_sum(problem.metric, ranking.values.dtype)
     kernel = SortedKernel(ranking.values, inverse_width.view(-1, 1, 1), table)
-    return SoftMixing(kernel, ranking, problem.balance)
+    return SoftMixing(kernel, ranking.values, ranking.valid, problem.balance)
 
 
 def slice_costs(

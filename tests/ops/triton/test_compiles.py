@@ -19,6 +19,7 @@ from espformer.ops.triton.gather import gather_kernel, pair_kernel
 from espformer.ops.triton.grad import grad_kernel
 from espformer.ops.triton.launch import state_table
 from espformer.ops.triton.matching import compose_kernel
+from espformer.ops.triton.norms import centre_grad_kernel, centre_kernel
 from espformer.ops.triton.norms import norm_grad_kernel, norm_kernel
 from espformer.ops.triton.ranking import match_kernel, pack_kernel, rank_kernel
 from espformer.ops.triton.ranking import sort_config, unpack_kernel, unrank_kernel
@@ -85,8 +86,16 @@ for table in (ABSOLUTE, GAUSSIAN[4]):
     )
     poles = dict(TABLE=numbers, POLES=len(table.poles), COMPLEX=table is not ABSOLUTE)
     poles |= dict(BLOCK=256, EXACT=True)
-    build(column_kernel, poles | dict(GRAD=False, P=None, SLOPE=None), warps=1)
-    build(column_kernel, poles | dict(GRAD=True), warps=1)
+    plain = poles | dict(RECIPROCAL=False, LENGTHS=None)
+    build(column_kernel, plain | dict(GRAD=False, P=None, SLOPE=None), warps=1)
+    build(column_kernel, plain | dict(GRAD=True), warps=1)
+    ones = poles | dict(RECIPROCAL=True, X=None)
+    build(column_kernel, ones | dict(GRAD=False, P=None, SLOPE=None), warps=1)
+    build(column_kernel, ones | dict(GRAD=True), warps=1)
+centre = dict(MASKED=True, BLOCK_N=64, BLOCK_D=64)
+half = dict(scale="fp32", MASK="*u8", X="*bf16", ROWS="*bf16", D_ROWS="*bf16", DX="*bf16")
+build(centre_kernel, centre, **half)
+build(centre_grad_kernel, centre, **half)
 rows = dict(D=64, BLOCK_N=512, BLOCK_D=64)
 build(gather_kernel, rows, warps=32, X="*bf16")
 for distance in (False, True):
@@ -123,4 +132,4 @@ def test_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert len(run.stdout.splitlines()) == 59
+    assert len(run.stdout.splitlines()) == 65

@@ -6,7 +6,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from espformer.ops.triton import column, launch
+from espformer.ops.triton import column, launch, norms
 from espformer.ops.triton.launch import Gradients, PlanKernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -91,7 +91,9 @@ def test_plans(metric: str, batch: int, slices: int, ranks: int, width: int, t: 
     close(by_slice.sum(1), expected)
 
     totals = (w * z).sum((-2, -1))
-    close(plans.cross(queries.rows, keys.rows), totals)
+    crossed = torch.full_like(weight, torch.nan)
+    plans.cross(queries.rows, keys.rows, crossed)
+    close(crossed, totals)
 
     dx, dg = torch.zeros_like(keys.rows), torch.zeros_like(queries.rows)
     ranked = torch.full((6, batch, slices, ranks), torch.nan, device=DEVICE).unbind()
@@ -128,3 +130,41 @@ def test_columns(
     found, slope = column.sorted_column_backward(p, x, side.values, inverse_width, metric, True)
     close(found, (side.matrix @ p.double().unsqueeze(-1)).squeeze(-1))
     close(slope, side.slopes(x.double().unsqueeze(-1), p.double().unsqueeze(-1)))
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize(("metric", "t"), [("absolute", 0.3), ("squared", 0.1)])
+def test_row_scales(monkeypatch: pytest.MonkeyPatch, metric: str, t: float, padded: bool) -> None:
+    """What makes a soft sort row-stochastic, and its gradient; padding neither gives nor takes."""
+    monkeypatch.setattr(column, "BLOCK", 4)
+    monkeypatch.setattr(column, "LEAST_BLOCK", 4)
+    side = Side(metric, 2, 2, 7, 1, t)
+    lengths = torch.tensor([5, 7] if padded else [7, 7], dtype=torch.int32, device=DEVICE)
+    present = (torch.arange(7, device=DEVICE) < lengths.view(2, 1, 1)).double().unsqueeze(-1)
+    inverse_width = torch.full((2,), side.rate, device=DEVICE)
+    values = side.values.requires_grad_()
+    given = lengths if padded else None
+    scales = column.row_scales(values, given, inverse_width, metric, True)
+    expected = present / (side.matrix @ present)
+    close(scales.detach(), expected.squeeze(-1))
+    upstream = torch.randn_like(scales)
+    (found,) = torch.autograd.grad(scales, values, upstream)
+    close(found, side.slopes(present, -upstream.double().unsqueeze(-1) * expected**2))
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+def test_centred_rows(masked: bool) -> None:
+    x = torch.randn(2, 5, 3, device=DEVICE, requires_grad=True)
+    centre = torch.randn(2, 3, device=DEVICE)
+    mask = torch.rand(2, 5, device=DEVICE) < 0.7 if masked else None
+    exact = (x.double() - centre.double().unsqueeze(1)) * 0.5
+    if mask is not None:
+        exact = exact * mask.unsqueeze(-1)
+    expected = (exact, exact.square().sum(-1))
+    found = norms.centre_rows(x, centre, mask, 0.5)
+    for a, b in zip(found, expected, strict=True):
+        close(a.detach(), b.detach())
+    upstream = [torch.randn_like(a) for a in found]
+    (dx,) = torch.autograd.grad(found, x, upstream)
+    (expected_dx,) = torch.autograd.grad(expected, x, [u.double() for u in upstream])
+    close(dx, expected_dx.double())

@@ -80,13 +80,16 @@ def complex_run(x, a_re, a_im, s_re, s_im, i, BACK: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def walk(
-    S, X, P, Y, SLOPE, inverse_width, N, BACK: tl.constexpr, GRAD: tl.constexpr,
-    TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, EXACT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    S, X, P, Y, SLOPE, length, inverse_width, N, BACK: tl.constexpr, GRAD: tl.constexpr,
+    RECIPROCAL: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
+    EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One direction, the walk to the right first: its share of ``κx`` is stored, or added to Y.
 
     GRAD: of ``κp`` instead, and its share of ``p · κ'x + x · κ'p`` goes to SLOPE.
+
+    RECIPROCAL: x is one below `length` and zero from there on, and Y becomes one over ``κx``, or
+    zero. With GRAD, Y is that already, and P is its gradient.
     """
     i = tl.arange(0, BLOCK)
     blocks = tl.cdiv(N, BLOCK)
@@ -97,8 +100,14 @@ def walk(
         block = blocks - 1 - step if BACK else step
         n = block * BLOCK + i
         inside = n < N
-        x = tl.load(X + n, mask=inside, other=0.0)
+        if RECIPROCAL:
+            x = tl.where(n < length, 1.0, 0.0)
+        else:
+            x = tl.load(X + n, mask=inside, other=0.0)
         u = tl.load(P + n, mask=inside, other=0.0) if GRAD else x
+        if GRAD and RECIPROCAL:
+            scale = tl.load(Y + n, mask=inside, other=0.0)
+            u = -u * scale * scale
         gap, linked = gaps(S, n, N, BACK)
         scaled = gap * inverse_width
         y = -u if BACK else tl.zeros_like(u)
@@ -145,9 +154,12 @@ def walk(
             else:
                 after = after + (end, end, end, end)
         states = after
-        if BACK:
-            y += tl.load(Y + n, mask=inside, other=0.0)
-        tl.store(Y + n, y, mask=inside)
+        if not (GRAD and RECIPROCAL):
+            if BACK:
+                y += tl.load(Y + n, mask=inside, other=0.0)
+                if RECIPROCAL:
+                    y = tl.where(n < length, 1.0 / tl.where(n < length, y, 1.0), 0.0)
+            tl.store(Y + n, y, mask=inside)
         if GRAD:
             slope = (u * x_slope + x * u_slope) * inverse_width
             if BACK:
@@ -159,20 +171,25 @@ def walk(
 
 @triton.jit
 def column_kernel(
-    X, P, S, INVERSE_WIDTH, Y, SLOPE, N, L, GRAD: tl.constexpr,
-    TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, EXACT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    X, P, S, LENGTHS, INVERSE_WIDTH, Y, SLOPE, N, L, GRAD: tl.constexpr,
+    RECIPROCAL: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
+    EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``y = κ x`` of one slice; with GRAD ``y = κ p`` and ``slope = p · κ'x + x · κ'p``."""
     pair = tl.program_id(0).to(tl.int64)
     at = pair * N
+    length = N
+    if LENGTHS is not None:
+        length = tl.load(LENGTHS + pair // L)
+    if not RECIPROCAL:
+        X += at
     if GRAD:
         P += at
         SLOPE += at
     inverse_width = tl.load(INVERSE_WIDTH + pair // L)
     for back in tl.static_range(2):
         walk(
-            S + at, X + at, P, Y + at, SLOPE, inverse_width, N, back == 1, GRAD,
+            S + at, X, P, Y + at, SLOPE, length, inverse_width, N, back == 1, GRAD, RECIPROCAL,
             TABLE, POLES, COMPLEX, EXACT, BLOCK,
         )  # fmt: skip
         tl.debug_barrier()  # the way back reads what the way there has written
@@ -201,8 +218,9 @@ def sorted_column(
     """κ x for one column per slice, (batch, L, N); `exact` where rows are float32."""
     y = torch.empty_like(values)
     column_kernel[(values.shape[0] * values.shape[1],)](
-        x, None, values, inverse_width, y, None, GRAD=False, **_config(values, metric, exact)
-    )
+        x, None, values, None, inverse_width, y, None, GRAD=False, RECIPROCAL=False,
+        **_config(values, metric, exact),
+    )  # fmt: skip
     return y
 
 
@@ -218,7 +236,7 @@ def sorted_column_backward(
     """κ P and the gradient of the values."""
     dx, slope = torch.empty_like(values), torch.empty_like(values)
     column_kernel[(values.shape[0] * values.shape[1],)](
-        x, upstream, values, inverse_width, dx, slope, GRAD=True,
+        x, upstream, values, None, inverse_width, dx, slope, GRAD=True, RECIPROCAL=False,
         **_config(values, metric, exact),
     )  # fmt: skip
     return dx, slope
@@ -251,3 +269,56 @@ def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 
 
 sorted_column.register_autograd(_backward, setup_context=_setup)
+
+
+@operator("row_scales")
+def row_scales(
+    values: Tensor, lengths: Tensor | None, inverse_width: Tensor, metric: str, exact: bool
+) -> Tensor:
+    """One over ``κ 1``, what makes a soft sort row-stochastic, (batch, L, N); zero at padding."""
+    y = torch.empty_like(values)
+    column_kernel[(values.shape[0] * values.shape[1],)](
+        None, None, values, lengths, inverse_width, y, None, GRAD=False, RECIPROCAL=True,
+        **_config(values, metric, exact),
+    )  # fmt: skip
+    return y
+
+
+@row_scales.register_fake
+def _(values: Tensor, *_: Any) -> Tensor:
+    return values.new_empty(values.shape)
+
+
+@operator("row_scales_backward")
+def row_scales_backward(
+    upstream: Tensor, scales: Tensor, values: Tensor, lengths: Tensor | None,
+    inverse_width: Tensor, metric: str, exact: bool,
+) -> Tensor:  # fmt: skip
+    """The gradient of the values."""
+    slope = torch.empty_like(values)
+    column_kernel[(values.shape[0] * values.shape[1],)](
+        None, upstream, values, lengths, inverse_width, scales, slope, GRAD=True, RECIPROCAL=True,
+        **_config(values, metric, exact),
+    )  # fmt: skip
+    return slope
+
+
+@row_scales_backward.register_fake
+def _(upstream: Tensor, scales: Tensor, values: Tensor, *_: Any) -> Tensor:
+    return values.new_empty(values.shape)
+
+
+def _scales_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.metric, ctx.exact = inputs
+    ctx.save_for_backward(output, *tensors)
+
+
+@refuse_double_backward("espformer::row_scales")
+def _scales_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    scales, values, lengths, width = ctx.saved_tensors
+    slope = row_scales_backward(grads[0], scales, values, lengths, width, ctx.metric, ctx.exact)
+    d_width = width_gradient(slope, values, width) if ctx.needs_input_grad[2] else None
+    return slope, None, d_width, None, None
+
+
+row_scales.register_autograd(_scales_backward, setup_context=_scales_setup)

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Rows are read many times over, once for every slice. Where the rows of a head fit in the cache of a
-# multiprocessor, which is several times faster than the one that all share, a program takes so many
-# tokens that it has a multiprocessor for itself. Where they do not, many small programs are better.
+# Rows are read many times over, once for every slice. Where the rows of a head fit in the cache of
+# a multiprocessor, which is several times faster than the one that all share, a program takes so
+# many tokens that it has a multiprocessor for itself. Where not, many small programs are better.
 CACHE_BYTES = 160 << 10
 MOST_ROWS = 512
 MOST_BYTES = 64 << 10

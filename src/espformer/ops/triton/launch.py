@@ -129,19 +129,20 @@ class PlanKernels:
             ATOMIC=out.dim() == 3, **self._factors, **self._config(x, "apply"),
         )  # fmt: skip
 
-    def cross(self, g: Tensor, x: Tensor) -> Tensor:
-        """``⟨g, plan_l x⟩`` of every slice: (batch, L)."""
+    def cross(self, g: Tensor, x: Tensor, out: Tensor) -> None:
+        """``⟨g, plan_l x⟩`` of every slice to `out`, (batch, L)."""
         x_states, _ = self._states(self.keys, x, None, ties=False)
         g_states, _ = self._states(self.queries, g, None, ties=False)
         keys, queries = self.keys, self.queries
-        totals = self.inverse_width.new_empty(self.batch, self.slices, self.chunks)
+        totals = self._by_chunk(out)
         cross_kernel[self._grid](
             x, keys.order, keys.factor, keys.values, keys.scale, g, queries.order, queries.factor,
             queries.values, queries.scale, self.table, self.inverse_width, x_states, g_states,
             totals, KEYS=x.shape[-2], QUERIES=g.shape[-2], ROWS=self._rows(ties=False),
             **self._factors, **self._config(x, "cross"),
         )  # fmt: skip
-        return totals.sum(-1)
+        if self.chunks > 1:
+            torch.sum(totals, -1, out=out)
 
     def grad(
         self, g: Tensor, x: Tensor, weight: Tensor, dx: Tensor, dg: Tensor | None, found: Gradients
@@ -150,7 +151,7 @@ class PlanKernels:
         x_states, w_states = self._states(self.keys, x, self.queries, ties=True)
         g_states, p_states = self._states(self.queries, g, self.keys, ties=True)
         keys, queries = self.keys, self.queries
-        totals = weight.new_empty(self.batch, self.slices, self.chunks)
+        totals = self._by_chunk(found.weight)
         grad_kernel[self._grid](
             x, keys.order, keys.factor, keys.values, keys.scale, g, queries.order, queries.factor,
             queries.values, queries.scale, self.table, self.inverse_width, weight,
@@ -160,11 +161,18 @@ class PlanKernels:
             WITH_G=dg is not None, ATOMIC=dx.dim() == 3, **self._factors,
             **self._config(x, "grad"),
         )  # fmt: skip
-        torch.sum(totals, -1, out=found.weight)
+        if self.chunks > 1:
+            torch.sum(totals, -1, out=found.weight)
 
     def _rows(self, ties: bool) -> int:
         """State rows of a chunk; none where one chunk has all ranks."""
         return 0 if self.chunks == 1 else _state_rows(self.metric, self.exact, ties)
+
+    def _by_chunk(self, total: Tensor) -> Tensor:
+        """Room for a sum per chunk: that of the total itself, if there is only one."""
+        if self.chunks == 1:
+            return total
+        return total.new_empty(self.batch, self.slices, self.chunks)
 
     @property
     def _grid(self) -> tuple[int]:

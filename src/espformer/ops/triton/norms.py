@@ -1,4 +1,6 @@
-"""The part of the slice costs that squared norms make: ``Σ_n mass_n · square[order_n]``."""
+"""What slice costs are made of beside plans: centred rows, and sums of their squared norms,
+``Σ_n mass_n · square[order_n]``.
+"""
 
 from __future__ import annotations
 
@@ -94,3 +96,112 @@ def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 
 
 norm_costs.register_autograd(_backward, setup_context=_setup)
+
+
+@triton.jit
+def centre_kernel(
+    X, CENTRE, MASK, ROWS, SQUARES, N, D, scale, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """``rows = scale (x - centre)``, zero at padding, and their squared norms."""
+    batch = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    inside = (n[:, None] < N) & (d[None, :] < D)
+    at = (batch * N + n[:, None]) * D + d[None, :]
+    centre = tl.load(CENTRE + batch * D + d, mask=d < D, other=0.0)[None, :]
+    x = (tl.load(X + at, mask=inside, other=0.0).to(tl.float32) - centre) * scale
+    if MASKED:
+        present = tl.load(MASK + batch * N + n, mask=n < N, other=0) != 0
+        x = tl.where(present[:, None], x, 0.0)
+    x = tl.where(inside, x, 0.0).to(ROWS.dtype.element_ty)
+    tl.store(ROWS + at, x, mask=inside)
+    x = x.to(tl.float32)
+    tl.store(SQUARES + batch * N + n, tl.sum(x * x, 1), mask=n < N)
+
+
+@triton.jit
+def centre_grad_kernel(
+    D_ROWS, D_SQUARES, ROWS, MASK, DX, N, D, scale, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """``dx = scale (d_rows + 2 d_square · rows)``, zero at padding."""
+    batch = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    inside = (n[:, None] < N) & (d[None, :] < D)
+    at = (batch * N + n[:, None]) * D + d[None, :]
+    d_square = tl.load(D_SQUARES + batch * N + n, mask=n < N, other=0.0)[:, None]
+    dx = 2 * d_square * tl.load(ROWS + at, mask=inside, other=0.0).to(tl.float32)
+    dx = (dx + tl.load(D_ROWS + at, mask=inside, other=0.0).to(tl.float32)) * scale
+    if MASKED:
+        present = tl.load(MASK + batch * N + n, mask=n < N, other=0) != 0
+        dx = tl.where(present[:, None], dx, 0.0)
+    tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=inside)
+
+
+def _centre_tiles(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    block_d = triton.next_power_of_2(x.shape[-1])
+    block_n = max(1, 4096 // block_d)
+    grid = (x.shape[0], triton.cdiv(x.shape[1], block_n))
+    return grid, {"BLOCK_N": block_n, "BLOCK_D": block_d}
+
+
+def _bytes(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.view(torch.uint8)
+
+
+@operator("centre_rows")
+def centre_rows(
+    x: Tensor, centre: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """``scale (x - centre)``, (batch, N, m) in the dtype of x, and its squared norms, (batch, N).
+
+    No gradient flows to `centre`; masked rows are zero.
+    """
+    rows = torch.empty_like(x)
+    squares = torch.empty(x.shape[:2], device=x.device, dtype=torch.float32)
+    grid, tiles = _centre_tiles(x)
+    centre_kernel[grid](
+        x, centre, _bytes(mask), rows, squares, x.shape[1], x.shape[2], scale,
+        MASKED=mask is not None, **tiles,
+    )  # fmt: skip
+    return rows, squares
+
+
+@centre_rows.register_fake
+def _(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[:2], dtype=torch.float32)
+
+
+@operator("centre_rows_backward")
+def centre_rows_backward(
+    d_rows: Tensor, d_squares: Tensor, rows: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """The gradient of x."""
+    dx = torch.empty_like(rows)
+    grid, tiles = _centre_tiles(rows)
+    centre_grad_kernel[grid](
+        d_rows, d_squares, rows, _bytes(mask), dx, rows.shape[1], rows.shape[2], scale,
+        MASKED=mask is not None, **tiles,
+    )  # fmt: skip
+    return dx
+
+
+@centre_rows_backward.register_fake
+def _(d_rows: Tensor, d_squares: Tensor, rows: Tensor, *_: Any) -> Tensor:
+    return rows.new_empty(rows.shape)
+
+
+def _centre_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, _, mask, ctx.scale = inputs
+    ctx.save_for_backward(output[0], mask)
+
+
+@refuse_double_backward("espformer::centre_rows")
+def _centre_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    rows, mask = ctx.saved_tensors
+    return centre_rows_backward(*grads, rows, mask, ctx.scale), None, None, None
+
+
+centre_rows.register_autograd(_centre_backward, setup_context=_centre_setup)

@@ -91,12 +91,12 @@ def cross_plans(
     first: Tensor | None, final: Tensor | None, metric: str,
 ) -> Tensor:  # fmt: skip
     """``Σ_i q_i · (A_lᵀ B_l K)_i``: (batch, L)."""
-    totals = torch.empty_like(query_values[..., 0])
+    totals = query_values.new_empty(query_values.shape[:2])
     for group, plans in _groups(
         key, query_values, key_values, query_order, key_order, inverse_width, query_scale,
         key_scale, first, final, metric,
     ):  # fmt: skip
-        totals[group] = plans.cross(query[group[0]], key[group[0]])
+        plans.cross(query[group[0]], key[group[0]], totals[group])
     return totals
 
 

@@ -304,6 +304,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     ctx.dtype = x.dtype
     ctx.save_for_backward(output[1], mask)
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
 @refuse_double_backward("espformer::rank_halves")

@@ -1,0 +1,156 @@
+"""Soft plans on the GPU: both sides sorted and normalised, their costs, and the plans applied."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from espformer.ops import esp
+from espformer.ops.coupling import Coupling, couple
+from espformer.ops.problem import Problem
+from espformer.ops.triton.column import row_scales, sorted_column
+from espformer.ops.triton.norms import centre_rows, norm_costs
+from espformer.ops.triton.operators import apply_plans, cross_plans
+from espformer.ops.triton.ranking import MOST_TOKENS, rank_halves
+from espformer.ops.triton.refine import Sides, refine
+
+
+class Side(NamedTuple):
+    """Queries or keys, softly sorted on every slice: ``diag(scale) κ diag(factor)`` of ranks."""
+
+    values: Tensor  # (batch, L, N): sorted numbers; padding repeats the last true one
+    order: Tensor  # (batch, L, N) int32: the token at each rank
+    lengths: Tensor | None  # (batch,), if some are padded
+    scale: Tensor  # (batch, L, N); zero at padding
+    factor: Tensor | None  # likewise; None where it is one
+
+    def present(self) -> Tensor:
+        """One at every rank that is no padding, (batch, L, N)."""
+        if self.lengths is None:
+            return self.values.new_ones(()).expand(self.values.shape)
+        return _valid(self.values, self.lengths).float().expand(self.values.shape)
+
+    def counts(self) -> Tensor:
+        """Tokens of every sequence, (batch,)."""
+        if self.lengths is not None:
+            return self.lengths
+        batch, _, tokens = self.values.shape
+        return torch.full((batch,), tokens, device=self.values.device)
+
+
+def attend(problem: Problem, value: Tensor) -> Tensor:
+    """``N · G V``; all NaN in a head that holds one."""
+    width = _inverse_width(problem, value.shape[0])
+    queries = _sorted(problem, 0, width)
+    keys = _sorted(problem, 1, width)
+    sides = Sides(
+        queries.values, keys.values, queries.order, keys.order, width, queries.scale, keys.scale,
+        keys.factor, queries.factor,
+    )  # fmt: skip
+    coupling = None
+    if not esp.same_lengths(problem):
+        coupling = couple(
+            problem.coupling, queries.counts(), keys.counts(), queries.values.shape[-1],
+            keys.values.shape[-1], torch.float32,
+        )  # fmt: skip
+        sides = refine(sides, coupling)
+    weights = _weights(problem, queries, keys, sides, coupling)
+    return apply_plans(value, weights, queries.order.shape[-1], *sides, problem.metric)
+
+
+def _inverse_width(problem: Problem, batch: int) -> Tensor:
+    """One over the width of the sort kernel, (batch,)."""
+    # Beyond any meaning, but finite: infinity times the distance of equal numbers is no number.
+    most = 1e30
+    t = problem.sort_temperature
+    if isinstance(t, Tensor):
+        return problem.inverse_width().clamp(max=most).expand(batch).contiguous()
+    width = t if problem.metric == "absolute" else math.sqrt(t)
+    return torch.full((batch,), 1 / max(width, 1 / most), device=problem.query.device)
+
+
+def _ranks_halves(problem: Problem) -> bool:
+    """Whether numbers are sorted as 16-bit words, which shows NaN in all numbers of its slice."""
+    most = max(problem.query.shape[-2], problem.key.shape[-2])
+    halves = all(x.dtype in (torch.bfloat16, torch.float16) for x in (problem.query, problem.key))
+    return halves and problem.slices is None and problem.scale > 0 and most <= MOST_TOKENS
+
+
+def _valid(values: Tensor, lengths: Tensor) -> Tensor:
+    """Ranks that are no padding: (batch, 1, N)."""
+    positions = torch.arange(values.shape[-1], device=values.device)
+    return (positions < lengths.unsqueeze(-1)).unsqueeze(1)
+
+
+def _sorted(problem: Problem, side: int, width: Tensor) -> Side:
+    tokens = (problem.query, problem.key)[side]
+    mask = (problem.query_mask, problem.key_mask)[side]
+    if _ranks_halves(problem):
+        values, order = rank_halves(tokens, mask, problem.scale)
+    else:
+        ranking = esp.sort_tokens(problem.scaled().projections()[side].contiguous(), mask)
+        values, order = ranking.values.contiguous(), ranking.order.int()
+    lengths = None if mask is None else mask.sum(-1, dtype=torch.int32)
+    exact = problem.query.dtype == torch.float32
+    if problem.balance == "rows":
+        scale = row_scales(values, lengths, width, problem.metric, exact)
+        return Side(values, order, lengths, scale, None)
+
+    def kernel(x: Tensor) -> Tensor:
+        column: Tensor = sorted_column(x.squeeze(-1), values, width, problem.metric, exact)
+        return column.unsqueeze(-1)
+
+    valid = None if lengths is None else _valid(values, lengths)
+    scale = esp.SoftMixing(kernel, values, valid, problem.balance).scale_out.squeeze(-1)
+    return Side(values, order, lengths, scale, scale)
+
+
+def _weights(
+    problem: Problem, queries: Side, keys: Side, sides: Sides, coupling: Coupling | None
+) -> Tensor:
+    """σ of every slice, (batch, L)."""
+    batch, slices, tokens = queries.values.shape
+    if problem.inverse_temperature:
+        centre = problem.key.detach().mean(-2, dtype=torch.float32).nan_to_num()
+        q, q_squares = centre_rows(problem.query, centre, problem.query_mask, problem.scale)
+        k, k_squares = centre_rows(problem.key, centre, problem.key_mask, problem.scale)
+        back = None
+        if coupling is not None:
+            back = Coupling(coupling.columns, coupling.rows, coupling.weights, keys.order.shape[-1])
+        mass = _mass(problem, queries, keys, sides.inverse_width, coupling)
+        norms = norm_costs(q_squares, queries.order, mass)
+        mass = _mass(problem, keys, queries, sides.inverse_width, back)
+        norms = norms + norm_costs(k_squares, keys.order, mass)
+        costs = torch.sub(norms, cross_plans(q, k, *sides, problem.metric), alpha=2)
+        if queries.lengths is None:
+            costs = costs / max(1, tokens)
+        else:
+            costs = costs / queries.lengths.clamp(min=1).unsqueeze(-1)
+    elif problem.keep is not None:
+        costs = torch.zeros_like(queries.values[..., 0])
+    else:
+        costs = None
+    if costs is None:
+        weights = torch.full((batch, slices), 1 / slices, device=queries.values.device)
+    else:
+        weights = problem.slice_weights(costs)
+    return weights if _ranks_halves(problem) else weights + problem.poison().unsqueeze(-1)
+
+
+def _mass(
+    problem: Problem, side: Side, other: Side, width: Tensor, coupling: Coupling | None
+) -> Tensor:
+    """``Sᵀ T S' 1``: what every token of a side gives away, by rank, (batch, L, N)."""
+    exact = problem.query.dtype == torch.float32
+    met = None  # one at every rank: row sums are, unless they were balanced in finitely many steps
+    if other.factor is not None:
+        met = sorted_column(other.factor, other.values, width, problem.metric, exact) * other.scale
+    if coupling is not None:
+        met = other.present() if met is None else met
+        met = coupling(met.unsqueeze(-1)).squeeze(-1)
+    given = side.scale if met is None else side.scale * met
+    mass: Tensor = sorted_column(given, side.values, width, problem.metric, exact)
+    return mass if side.factor is None else side.factor * mass
