@@ -87,7 +87,8 @@ def esp_attention(
         backend: ``"linear"`` (plain torch), ``"triton"`` (fused kernels for CUDA tensors),
             ``"dense"`` (Algorithm 1 as printed: O(L N²), for checks) or ``"auto"``: triton on a
             GPU, else linear. What the kernels do not cover (float64; heads wider than 256; hard
-            sorting with averaged ties or N ≠ M) is computed by ``"linear"`` there too.
+            sorting with averaged ties or N ≠ M; the interpolated coupling) is computed by
+            ``"linear"`` there too.
         attn_mask: only for calls written for ``scaled_dot_product_attention``: a boolean padding
             mask over keys, ``(batch, 1, 1, M)``. Anything else is refused.
         is_causal: refused: a causal doubly-stochastic matrix is the identity.

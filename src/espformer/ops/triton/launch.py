@@ -30,10 +30,10 @@ def chunk_size(ranks: int, dtype: torch.dtype) -> int:
 
 
 def column_block(width: int, exact: bool) -> int:
-    """Columns that a program holds at once: a power of two up to 64 that wastes little."""
-    if width % 64 == 0 and not exact:
-        return 64
-    return min(32, max(16, triton.next_power_of_2(width)))
+    """Columns that a program holds at once, a power of two that wastes little."""
+    if exact:
+        return min(32, max(16, triton.next_power_of_2(width)))
+    return 64 if width % 64 == 0 else 32
 
 
 class Side(NamedTuple):
