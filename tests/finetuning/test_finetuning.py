@@ -234,7 +234,7 @@ def test_reviews_hold_out_a_part_for_validation(encoder, texts):
 
 def test_help_teaches_with_examples():
     text = CliRunner().invoke(cli.app, ["finetune", "--help"]).output
-    assert "espformer finetune --model" in text
+    assert "espformer finetune -m" in text
     assert "plug and play" in text
 
 

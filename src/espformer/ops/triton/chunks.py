@@ -28,9 +28,11 @@ import triton.language as tl
 
 from espformer.ops.triton.instructions import (
     LOG2E,
+    ROOT_LOG2E,
     cosine,
     exp2,
     exp2_minus_abs,
+    exp2_minus_square,
     like_product,
     times,
     with_sign,
@@ -79,13 +81,13 @@ def near(s, first, rows, inverse_width, COMPLEX: tl.constexpr, EXACT: tl.constex
     To scale numbers before they are subtracted saves an instruction per entry, and the last bits.
     `rows` are any rows of the chunk, for the layout.
     """
-    rate = inverse_width if COMPLEX else inverse_width * LOG2E
+    rate = inverse_width * (ROOT_LOG2E if COMPLEX else LOG2E)  # for a power of two
     if EXACT:
         gap = like_product((s[None, :] - s[:, None]) * rate, rows)
     else:
         s = times(s - first, rate)
         gap = like_product(s[None, :] - s[:, None], rows)
-    k = exp2(gap * gap * -LOG2E) if COMPLEX else exp2_minus_abs(gap)
+    k = exp2_minus_square(gap) if COMPLEX else exp2_minus_abs(gap)
     return k, gap
 
 
@@ -93,7 +95,7 @@ def near(s, first, rows, inverse_width, COMPLEX: tl.constexpr, EXACT: tl.constex
 def gap_slope(k, gap, COMPLEX: tl.constexpr):
     """κ' within a chunk: the derivative of κ in s_n. Zero between equal numbers."""
     if COMPLEX:
-        return 2 * gap * k
+        return gap * k * (2 / ROOT_LOG2E)
     return with_sign(k, gap)
 
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+ROOT_LOG2E = tl.constexpr(1.2011224087864498)
 QUARTER = tl.constexpr(1.5707963267948966)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -29,6 +30,10 @@ if INTERPRETED:  # the interpreter knows neither libdevice nor PTX
     @triton.jit
     def exp2_minus_abs(x):
         return tl.exp2(-tl.abs(x))
+
+    @triton.jit
+    def exp2_minus_square(x):
+        return tl.exp2(-x * x)
 
     @triton.jit
     def like_product(x, rows):
@@ -68,6 +73,14 @@ else:
         """2^-|x|, still in one instruction: it can change the sign of what it reads."""
         return tl.inline_asm_elementwise(
             "{ .reg .f32 t; abs.f32 t, $1; neg.f32 t, t; ex2.approx.ftz.f32 $0, t; }", "=f,f",
+            [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+    @triton.jit
+    def exp2_minus_square(x):
+        """2^(-x²) in two instructions."""
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 t; mul.f32 t, $1, $1; neg.f32 t, t; ex2.approx.ftz.f32 $0, t; }", "=f,f",
             [x], dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
 
