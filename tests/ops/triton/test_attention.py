@@ -135,3 +135,53 @@ def test_slices_are_worked_on_in_groups(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(operators, "SCRATCH_BYTES", 11 * 4 * 5)
     compare(11, 11, torch.float32, 2e-5, inverse_temperature=1.0)
+
+
+def test_sums_that_leave_the_range_of_float16() -> None:
+    """States are sums over tokens: of 20 values of 6,000 where float16 ends at 65,504."""
+    query, key = torch.randn(2, 1, 1, 20, 2, device=DEVICE).half().unbind()
+    value = torch.full((1, 1, 20, 2), 6000.0, device=DEVICE).half()
+    found = espformer.esp_attention(query, key, value, sort_temperature=50.0, backend="triton")
+    expected = espformer.esp_attention(query, key, value, sort_temperature=50.0, backend="linear")
+    torch.testing.assert_close(found, expected, rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.float16], ids=["float64", "float16"])
+@pytest.mark.parametrize("tau", [0.0, 1.0])
+def test_default_dtype_does_not_matter(default: torch.dtype, tau: float) -> None:
+    tensors = torch.randn(3, 1, 1, 9, 2, device=DEVICE).unbind()
+
+    def attention() -> Tensor:
+        return espformer.esp_attention(*tensors, inverse_temperature=tau, backend="triton")
+
+    expected = attention()
+    torch.set_default_dtype(default)
+    try:
+        torch.testing.assert_close(attention(), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_queries_and_keys_of_different_dtypes() -> None:
+    """As autocast leaves them where one side was computed in float32."""
+    half = torch.randn(1, 1, 9, 2, device=DEVICE).half().requires_grad_()
+    key, value = torch.randn(2, 1, 1, 9, 2, device=DEVICE, requires_grad=True).unbind()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out = espformer.esp_attention(half, key, value, inverse_temperature=1.0, backend="triton")
+        expected = espformer.esp_attention(
+            half, key, value, inverse_temperature=1.0, backend="linear"
+        )
+    torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-2)
+    for a, b in zip(
+        torch.autograd.grad(out.sum(), (half, key)),
+        torch.autograd.grad(expected.sum(), (half, key)),
+        strict=True,
+    ):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+def test_what_torch_computes_has_the_dtype_of_the_values() -> None:
+    query, key, value = (torch.randn(1, 1, n, 4, device=DEVICE).half() for n in (5, 7, 7))
+    out = espformer.esp_attention(query, key, value, straight_through=0.5, backend="triton")
+    assert out.dtype == torch.float16

@@ -15,7 +15,8 @@ MOST_WIDTH = 256
 def attend(problem: Problem, value: Tensor) -> Tensor:
     """``N · G V``: (batch, N, d) in the dtype of `value`; a head that holds NaN is all NaN."""
     if not _supported(problem, value):
-        return esp.attend(problem, value) + problem.poison().view(-1, 1, 1)
+        out = esp.attend(problem, value) + problem.poison().view(-1, 1, 1)
+        return out.to(value.dtype)
     out = (hard if problem.hard else soft).attend(problem, value)
     return (
         out if problem.query_mask is None else out.masked_fill(~problem.query_mask.unsqueeze(-1), 0)

@@ -1,7 +1,7 @@
 """Plans applied to rows: ``weight · final · κ_q (scale · κ_k (first · x))``, chunk by chunk.
 
-Without a coupling, rank n of the keys meets rank n of the queries. So the program that makes a
-chunk of ``W = scale · κ_k x`` multiplies it by κ_q at once.
+Rank n of the keys meets rank n of the queries, so the program that makes a chunk of
+``W = scale · κ_k x`` multiplies it by κ_q at once.
 """
 
 from __future__ import annotations

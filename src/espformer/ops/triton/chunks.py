@@ -34,6 +34,7 @@ from espformer.ops.triton.instructions import (
     exp2_minus_abs,
     exp2_minus_square,
     like_product,
+    roomy,
     times,
     with_sign,
 )
@@ -211,7 +212,8 @@ def spread(
         elif COMPLEX:  # large weights of several poles cancel
             y = tl.dot(wave, states, y, input_precision="tf32")
         else:
-            y = tl.dot(wave.to(x.dtype), states.to(x.dtype), y)
+            kind: tl.constexpr = roomy(x).dtype  # states are sums over many tokens
+            y = tl.dot(wave.to(kind), states.to(kind), y)
     return y
 
 

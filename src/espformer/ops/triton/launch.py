@@ -113,10 +113,14 @@ class PlanKernels:
 
     @staticmethod
     def scratch_bytes(x: Tensor, values: Tensor, metric: str, backward: bool) -> int:
-        """What the states of one slice take."""
-        chunks = triton.cdiv(values.shape[-1], chunk_size(values.shape[-1], x.dtype))
-        rows = _state_rows(metric, x.element_size() == 4, backward)
-        return (4 if backward else 2) * chunks * rows * (x.shape[-1] + rows) * 4
+        """What one slice takes: its states, and rows of its own if it must not add them."""
+        ranks = values.shape[-1]
+        chunks = triton.cdiv(ranks, chunk_size(ranks, x.dtype))
+        rows = 0 if chunks == 1 else _state_rows(metric, x.element_size() == 4, backward)
+        bytes_ = (4 if backward else 2) * chunks * rows * (x.shape[-1] + rows) * 4
+        if torch.are_deterministic_algorithms_enabled():
+            bytes_ += (2 if backward else 1) * ranks * x.shape[-1] * 4
+        return bytes_
 
     def apply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
         """Adds ``Σ_l weight_l plan_l x`` to `out`, or to a row per slice if it has slices."""
@@ -204,11 +208,11 @@ class PlanKernels:
         if rows == 0:
             return None, None
         shape = (self.batch, self.slices, self.chunks, rows)
-        states = self.inverse_width.new_empty(*shape, x.shape[-1])
+        states = torch.empty(*shape, x.shape[-1], device=x.device, dtype=torch.float32)
         after = links = None
         if onward is not None:
             after = torch.empty_like(states)
-            links = self.inverse_width.new_empty(*shape, rows)
+            links = states.new_empty(*shape, rows)
         other = side if onward is None else onward
         sums_kernel[self._grid](
             x, side.order, side.factor, side.values, other.values, side.scale, other.scale,

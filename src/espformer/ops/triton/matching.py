@@ -87,16 +87,6 @@ def _matching_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 apply_matching.register_autograd(_matching_backward, setup_context=_matching_setup)
 
 
-@refuse_double_backward("espformer::cross_matching")
-def _cross_matching_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, matches = ctx.saved_tensors
-    d_query = apply_matching(key, grads[0], matches)
-    return d_query, apply_matching(query, grads[0], match(matches, None)), None
-
-
-cross_matching.register_autograd(_cross_matching_backward, setup_context=_matching_setup)
-
-
 @operator("matching_costs")
 def matching_costs(query: Tensor, key: Tensor, matches: Tensor) -> Tensor:
     """``Σ_i ‖q_i - k[matches[l, i]]‖²``: (batch, L)."""

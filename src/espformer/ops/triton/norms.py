@@ -100,12 +100,12 @@ norm_costs.register_autograd(_backward, setup_context=_setup)
 
 @triton.jit
 def centre_kernel(
-    X, CENTRE, MASK, ROWS, SQUARES, N, D, scale, MASKED: tl.constexpr,
+    X, CENTRE, MASK, ROWS, SQUARES, N, D, BLOCKS, scale, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """``rows = scale (x - centre)``, zero at padding, and their squared norms."""
-    batch = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    batch = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    n = tl.program_id(0) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     inside = (n[:, None] < N) & (d[None, :] < D)
     at = (batch * N + n[:, None]) * D + d[None, :]
@@ -122,12 +122,12 @@ def centre_kernel(
 
 @triton.jit
 def centre_grad_kernel(
-    D_ROWS, D_SQUARES, ROWS, MASK, DX, N, D, scale, MASKED: tl.constexpr,
+    D_ROWS, D_SQUARES, ROWS, MASK, DX, N, D, BLOCKS, scale, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """``dx = scale (d_rows + 2 d_square · rows)``, zero at padding."""
-    batch = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    batch = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    n = tl.program_id(0) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     inside = (n[:, None] < N) & (d[None, :] < D)
     at = (batch * N + n[:, None]) * D + d[None, :]
@@ -140,11 +140,11 @@ def centre_grad_kernel(
     tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=inside)
 
 
-def _centre_tiles(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+def _centre_tiles(x: Tensor) -> tuple[tuple[int], dict[str, int]]:
     block_d = triton.next_power_of_2(x.shape[-1])
     block_n = max(1, 4096 // block_d)
-    grid = (x.shape[0], triton.cdiv(x.shape[1], block_n))
-    return grid, {"BLOCK_N": block_n, "BLOCK_D": block_d}
+    blocks = triton.cdiv(x.shape[1], block_n)
+    return (x.shape[0] * blocks,), {"BLOCKS": blocks, "BLOCK_N": block_n, "BLOCK_D": block_d}
 
 
 def _bytes(mask: Tensor | None) -> Tensor | None:
@@ -163,7 +163,7 @@ def centre_rows(
     squares = torch.empty(x.shape[:2], device=x.device, dtype=torch.float32)
     grid, tiles = _centre_tiles(x)
     centre_kernel[grid](
-        x, centre, _bytes(mask), rows, squares, x.shape[1], x.shape[2], scale,
+        x, centre, _bytes(mask), rows, squares, x.shape[1], x.shape[2], scale=scale,
         MASKED=mask is not None, **tiles,
     )  # fmt: skip
     return rows, squares
@@ -182,7 +182,7 @@ def centre_rows_backward(
     dx = torch.empty_like(rows)
     grid, tiles = _centre_tiles(rows)
     centre_grad_kernel[grid](
-        d_rows, d_squares, rows, _bytes(mask), dx, rows.shape[1], rows.shape[2], scale,
+        d_rows, d_squares, rows, _bytes(mask), dx, rows.shape[1], rows.shape[2], scale=scale,
         MASKED=mask is not None, **tiles,
     )  # fmt: skip
     return dx

@@ -309,6 +309,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 @refuse_double_backward("espformer::rank_halves")
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    if grads[0] is None:
+        return None, None, None
     order, mask = ctx.saved_tensors
     dx = unrank(grads[0], order, ctx.scale, ctx.dtype)
     return dx if mask is None else dx.masked_fill(~mask.unsqueeze(-1), 0), None, None

@@ -37,6 +37,7 @@ class Operator:
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name = name.split("::")[-1]
         self.function = function = _launchable(function)
         schema = torch.library.infer_schema(function.__wrapped__, mutates_args=())  # type: ignore[attr-defined]
         self.custom = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
@@ -56,7 +57,7 @@ class Operator:
             "backward": staticmethod(backward),
             "setup_context": staticmethod(setup_context),
         }
-        self.with_gradient = type("Function", (torch.autograd.Function,), members)
+        self.with_gradient = type(self.name, (torch.autograd.Function,), members)
 
     def __call__(self, *args: Any) -> Any:
         tensors = [x for x in args if isinstance(x, Tensor)]

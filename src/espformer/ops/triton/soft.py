@@ -69,7 +69,8 @@ def _inverse_width(problem: Problem, batch: int) -> Tensor:
     if isinstance(t, Tensor):
         return problem.inverse_width().clamp(max=most).expand(batch).contiguous()
     width = t if problem.metric == "absolute" else math.sqrt(t)
-    return torch.full((batch,), 1 / max(width, 1 / most), device=problem.query.device)
+    device = problem.query.device
+    return torch.full((batch,), 1 / max(width, 1 / most), device=device, dtype=torch.float32)
 
 
 def _ranks_halves(problem: Problem) -> bool:
@@ -115,8 +116,10 @@ def _weights(
     batch, slices, tokens = queries.values.shape
     if problem.inverse_temperature:
         centre = problem.key.detach().mean(-2, dtype=torch.float32).nan_to_num()
-        q, q_squares = centre_rows(problem.query, centre, problem.query_mask, problem.scale)
-        k, k_squares = centre_rows(problem.key, centre, problem.key_mask, problem.scale)
+        query, key = problem.query, problem.key
+        both = torch.promote_types(query.dtype, key.dtype)
+        q, q_squares = centre_rows(query.to(both), centre, problem.query_mask, problem.scale)
+        k, k_squares = centre_rows(key.to(both), centre, problem.key_mask, problem.scale)
         back = None
         if coupling is not None:
             back = Coupling(coupling.columns, coupling.rows, coupling.weights, keys.order.shape[-1])
@@ -134,7 +137,7 @@ def _weights(
     else:
         costs = None
     if costs is None:
-        weights = torch.full((batch, slices), 1 / slices, device=queries.values.device)
+        weights = queries.values.new_full((batch, slices), 1 / slices)
     else:
         weights = problem.slice_weights(costs)
     return weights if _ranks_halves(problem) else weights + problem.poison().unsqueeze(-1)

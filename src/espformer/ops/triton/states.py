@@ -54,7 +54,7 @@ def sums_kernel(
     """Every chunk's own sums of rows x, measured at its last number (left) and its first (right).
 
     THROUGH: also the sums of ``scale · next_scale · κx`` for the kernel of the numbers NEXT_S, but
-    for what the states of x add to them, which `scan` does with LINKS.
+    for what the states of x add to them, which is done with LINKS once these are known.
     """
     pair, head, chunk = place(HEADS, L, CHUNKS)
     n = chunk * C + tl.arange(0, C)
