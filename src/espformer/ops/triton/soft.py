@@ -44,8 +44,9 @@ class Side(NamedTuple):
 def attend(problem: Problem, value: Tensor) -> Tensor:
     """``N · G V``; all NaN in a head that holds one."""
     width = _inverse_width(problem, value.shape[0])
-    queries = _sorted(problem, 0, width)
-    keys = _sorted(problem, 1, width)
+    ranked = _rank(problem)
+    queries = _sorted(problem, *ranked[0], problem.query_mask, width)
+    keys = _sorted(problem, *ranked[1], problem.key_mask, width)
     sides = Sides(
         queries.values, keys.values, queries.order, keys.order, width, queries.scale, keys.scale,
         keys.factor, queries.factor,
@@ -86,14 +87,22 @@ def _valid(values: Tensor, lengths: Tensor) -> Tensor:
     return (positions < lengths.unsqueeze(-1)).unsqueeze(1)
 
 
-def _sorted(problem: Problem, side: int, width: Tensor) -> Side:
-    tokens = (problem.query, problem.key)[side]
-    mask = (problem.query_mask, problem.key_mask)[side]
+def _rank(problem: Problem) -> list[tuple[Tensor, Tensor]]:
+    """Sorted numbers and the token at each rank in int32, (batch, L, N), of queries and of keys."""
+    masks = problem.query_mask, problem.key_mask
     if _ranks_halves(problem):
-        values, order = rank_halves(tokens, mask, problem.scale)
-    else:
-        ranking = esp.sort_tokens(problem.scaled().projections()[side].contiguous(), mask)
-        values, order = ranking.values.contiguous(), ranking.order.int()
+        tokens = problem.query, problem.key
+        return [rank_halves(*side, problem.scale) for side in zip(tokens, masks, strict=True)]
+    rankings = (
+        esp.sort_tokens(*side) for side in zip(problem.scaled().projections(), masks, strict=True)
+    )
+    return [(side.values.contiguous(), side.order.int()) for side in rankings]
+
+
+def _sorted(
+    problem: Problem, values: Tensor, order: Tensor, mask: Tensor | None, width: Tensor
+) -> Side:
+    """A side from its ranking, normalised."""
     lengths = None if mask is None else mask.sum(-1, dtype=torch.int32)
     exact = problem.query.dtype == torch.float32
     if problem.balance == "rows":
