@@ -56,6 +56,13 @@ def test_a_file_gives_back_what_was_saved(tmp_path):
     assert len([line for line in text.splitlines() if '"seed"' in line]) == len(made)
 
 
+def test_a_file_does_not_tell_where_data_lay(tmp_path):
+    made = results(runs(seeds=[0]), data={"source": str(tmp_path / "mnist"), "differences": []})
+    path = save_file(made, tmp_path / "mnist-patch-size.json")
+    assert str(tmp_path) not in path.read_text()
+    assert {one["data"]["source"] for one in read_file(path).runs} == {"mnist"}
+
+
 def test_parts_are_merged_and_newer_runs_win(tmp_path):
     path = tmp_path / "mnist-patch-size.json"
     save_file(results(runs(seeds=(0, 1)), command="first"), path)

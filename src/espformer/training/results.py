@@ -68,7 +68,7 @@ class Results:
 
     def text(self) -> str:
         """The file: what runs share once, then a line for each."""
-        runs = sorted(self.runs, key=key)
+        runs = sorted(map(_for_others, self.runs), key=key)
         common = _shared(runs)
         about = {"experiment": self.experiment, "title": self.title}
         head = json.dumps({**about, "common": common}, indent=1, ensure_ascii=False)
@@ -76,6 +76,14 @@ class Results:
             "  " + json.dumps(_without(run, common), ensure_ascii=False) for run in runs
         )
         return f'{head[:-2]},\n "runs": [\n{lines}\n ]\n}}\n'
+
+
+def _for_others(run: Result) -> Result:
+    """A run without the path that its data had on this machine: checksums tell what they are."""
+    source = run["data"].get("source", "")
+    if not Path(source).is_absolute():
+        return run
+    return {**run, "data": {**run["data"], "source": Path(source).name}}
 
 
 def key(run: Result) -> tuple[str, str, int]:

@@ -92,7 +92,7 @@ for table in (ABSOLUTE, GAUSSIAN[4]):
     ones = poles | dict(RECIPROCAL=True, X=None)
     build(column_kernel, ones | dict(GRAD=False, P=None, SLOPE=None), warps=1)
     build(column_kernel, ones | dict(GRAD=True), warps=1)
-centre = dict(MASKED=True, BLOCK_N=64, BLOCK_D=64)
+centre = dict(MASKED=True, D=64, BLOCK_N=64, BLOCK_D=64)
 half = dict(scale="fp32", MASK="*u8", X="*bf16", ROWS="*bf16", D_ROWS="*bf16", DX="*bf16")
 build(centre_kernel, centre, **half)
 build(centre_grad_kernel, centre, **half)

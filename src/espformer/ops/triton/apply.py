@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from espformer.ops.triton.chunks import load_ranks, load_states, near, place, positions, spread
+from espformer.ops.triton.chunks import load_states, near, place, side, spread
 from espformer.ops.triton.instructions import roomy
 from espformer.ops.triton.rows import add_rows, load_rows
 
@@ -35,14 +35,11 @@ def apply_kernel(
         X_STATES += pair * CHUNKS * ROWS * D
         W_STATES += pair * CHUNKS * ROWS * D
     # All loads come first: what follows waits for the tensor cores, and nothing moves across that.
-    keys = load_ranks(K_ORDER + ranks, n, N, EVEN)
-    queries = load_ranks(Q_ORDER + ranks, n, N, EVEN)
+    keys, k_scale, s, first, last = side(K_S, K_ORDER, K_SCALE, ranks, n, chunk, N, C, EVEN)
+    queries, q_scale, t, t_first, t_last = side(Q_S, Q_ORDER, Q_SCALE, ranks, n, chunk, N, C, EVEN)
     inverse_width = tl.load(INVERSE_WIDTH + head)
     weight = tl.load(WEIGHT + pair)
-    scale = load_ranks(K_SCALE + ranks, n, N, EVEN) * weight
-    scale *= load_ranks(Q_SCALE + ranks, n, N, EVEN)
-    s, first, last = positions(K_S + ranks, chunk, N, C, EVEN)
-    t, t_first, t_last = positions(Q_S + ranks, chunk, N, C, EVEN)
+    scale = k_scale * q_scale * weight
     exact: tl.constexpr = X.dtype.element_ty == tl.float32
     for start in tl.static_range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
@@ -80,13 +77,10 @@ def cross_kernel(
     if ROWS > 0:
         X_STATES += pair * CHUNKS * ROWS * D
         G_STATES += pair * CHUNKS * ROWS * D
-    keys = load_ranks(K_ORDER + ranks, n, N, EVEN)
-    queries = load_ranks(Q_ORDER + ranks, n, N, EVEN)
+    keys, k_scale, s, first, last = side(K_S, K_ORDER, K_SCALE, ranks, n, chunk, N, C, EVEN)
+    queries, q_scale, t, t_first, t_last = side(Q_S, Q_ORDER, Q_SCALE, ranks, n, chunk, N, C, EVEN)
     inverse_width = tl.load(INVERSE_WIDTH + head)
-    scale = load_ranks(K_SCALE + ranks, n, N, EVEN)
-    scale *= load_ranks(Q_SCALE + ranks, n, N, EVEN)
-    s, first, last = positions(K_S + ranks, chunk, N, C, EVEN)
-    t, t_first, t_last = positions(Q_S + ranks, chunk, N, C, EVEN)
+    scale = k_scale * q_scale
     exact: tl.constexpr = X.dtype.element_ty == tl.float32
     dots = tl.zeros((C,), tl.float32)
     for start in tl.static_range(0, D, BLOCK_D):

@@ -18,13 +18,13 @@ import triton.language as tl
 
 from espformer.ops.triton.chunks import (
     gap_slope,
-    load_ranks,
     load_states,
     near,
     on_states,
     overlaps,
     place,
     positions,
+    side,
     spread,
     waves,
 )
@@ -63,15 +63,11 @@ def grad_kernel(
         W_STATES += pair * CHUNKS * ROWS * D
         G_STATES += pair * CHUNKS * ROWS * D
         P_STATES += pair * CHUNKS * ROWS * D
-    keys = load_ranks(K_ORDER + ranks, n, N, EVEN)
-    queries = load_ranks(Q_ORDER + ranks, n, N, EVEN)
+    keys, k_scale, s, first, last = side(K_S, K_ORDER, K_SCALE, ranks, n, chunk, N, C, EVEN)
+    queries, q_scale, t, t_first, t_last = side(Q_S, Q_ORDER, Q_SCALE, ranks, n, chunk, N, C, EVEN)
     inverse_width = tl.load(INVERSE_WIDTH + head)
     weight = tl.load(WEIGHT + pair)
-    k_scale = load_ranks(K_SCALE + ranks, n, N, EVEN)
-    q_scale = load_ranks(Q_SCALE + ranks, n, N, EVEN)
     scale = k_scale * q_scale
-    s, first, last = positions(K_S + ranks, chunk, N, C, EVEN)
-    t, t_first, t_last = positions(Q_S + ranks, chunk, N, C, EVEN)
     exact: tl.constexpr = X.dtype.element_ty == tl.float32
     by_width = weight * inverse_width
     dots = tl.zeros((C,), tl.float32)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espformer.ops.autograd import refuse_double_backward
+from espformer.ops.triton.gather import tile
 from espformer.ops.triton.registration import operator
 
 
@@ -100,14 +101,12 @@ norm_costs.register_autograd(_backward, setup_context=_setup)
 
 @triton.jit
 def centre_kernel(
-    X, CENTRE, MASK, ROWS, SQUARES, N, D, BLOCKS, scale, MASKED: tl.constexpr,
+    X, CENTRE, MASK, ROWS, SQUARES, N, BLOCKS, scale, D: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """``rows = scale (x - centre)``, zero at padding, and their squared norms."""
-    batch = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    n = tl.program_id(0) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
-    d = tl.arange(0, BLOCK_D)
-    inside = (n[:, None] < N) & (d[None, :] < D)
+    batch, n, d, columns = tile(N, BLOCKS, D, BLOCK_N, BLOCK_D)
+    inside = (n[:, None] < N) & columns
     at = (batch * N + n[:, None]) * D + d[None, :]
     centre = tl.load(CENTRE + batch * D + d, mask=d < D, other=0.0)[None, :]
     x = (tl.load(X + at, mask=inside, other=0.0).to(tl.float32) - centre) * scale
@@ -122,14 +121,12 @@ def centre_kernel(
 
 @triton.jit
 def centre_grad_kernel(
-    D_ROWS, D_SQUARES, ROWS, MASK, DX, N, D, BLOCKS, scale, MASKED: tl.constexpr,
+    D_ROWS, D_SQUARES, ROWS, MASK, DX, N, BLOCKS, scale, D: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """``dx = scale (d_rows + 2 d_square · rows)``, zero at padding."""
-    batch = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    n = tl.program_id(0) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
-    d = tl.arange(0, BLOCK_D)
-    inside = (n[:, None] < N) & (d[None, :] < D)
+    batch, n, d, columns = tile(N, BLOCKS, D, BLOCK_N, BLOCK_D)
+    inside = (n[:, None] < N) & columns
     at = (batch * N + n[:, None]) * D + d[None, :]
     d_square = tl.load(D_SQUARES + batch * N + n, mask=n < N, other=0.0)[:, None]
     dx = 2 * d_square * tl.load(ROWS + at, mask=inside, other=0.0).to(tl.float32)
@@ -144,7 +141,12 @@ def _centre_tiles(x: Tensor) -> tuple[tuple[int], dict[str, int]]:
     block_d = triton.next_power_of_2(x.shape[-1])
     block_n = max(1, 4096 // block_d)
     blocks = triton.cdiv(x.shape[1], block_n)
-    return (x.shape[0] * blocks,), {"BLOCKS": blocks, "BLOCK_N": block_n, "BLOCK_D": block_d}
+    return (x.shape[0] * blocks,), {
+        "BLOCKS": blocks,
+        "D": x.shape[-1],
+        "BLOCK_N": block_n,
+        "BLOCK_D": block_d,
+    }
 
 
 def _bytes(mask: Tensor | None) -> Tensor | None:
@@ -163,7 +165,7 @@ def centre_rows(
     squares = torch.empty(x.shape[:2], device=x.device, dtype=torch.float32)
     grid, tiles = _centre_tiles(x)
     centre_kernel[grid](
-        x, centre, _bytes(mask), rows, squares, x.shape[1], x.shape[2], scale=scale,
+        x, centre, _bytes(mask), rows, squares, x.shape[1], scale=scale,
         MASKED=mask is not None, **tiles,
     )  # fmt: skip
     return rows, squares
@@ -182,7 +184,7 @@ def centre_rows_backward(
     dx = torch.empty_like(rows)
     grid, tiles = _centre_tiles(rows)
     centre_grad_kernel[grid](
-        d_rows, d_squares, rows, _bytes(mask), dx, rows.shape[1], rows.shape[2], scale=scale,
+        d_rows, d_squares, rows, _bytes(mask), dx, rows.shape[1], scale=scale,
         MASKED=mask is not None, **tiles,
     )  # fmt: skip
     return dx
