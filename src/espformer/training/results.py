@@ -80,7 +80,7 @@ class Results:
 
 def _for_others(run: Result) -> Result:
     """A run without the path that its data had on this machine: checksums tell what they are."""
-    source = run["data"].get("source", "")
+    source = run.get("data", {}).get("source", "")
     if not Path(source).is_absolute():
         return run
     return {**run, "data": {**run["data"], "source": Path(source).name}}
