@@ -164,6 +164,8 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(encoder, texts, t
             do(made, "esp", tmp_path / "cut")
     again = do(made, "esp", tmp_path / "cut")
     assert again["continued"]
+    assert 0 < again["seconds_before"] < again["seconds"]
+    assert whole["seconds_before"] == 0
     assert again["scores"] == whole["scores"]
     states = [
         load_classifier(run_directory(tmp_path / name, made.run("esp"))).state_dict()

@@ -14,6 +14,7 @@ from espformer import plots
 from espformer.cli import app
 from espformer.plots.runtime import Timing
 from espformer.plots.scores import Score
+from espformer.plots.softness import SoftScore
 from espformer.training import UserError
 
 CSV = """\
@@ -75,6 +76,43 @@ def test_scores_stand_at_their_numbers():
     assert [label.get_text() for label in words.get_xticklabels()] == ["default"]
 
 
+def test_panels_show_what_they_are_told_in_the_same_colours():
+    scores = [Score(name, "patch=4", 90.0) for name in "abc"]
+    figure = plots.scores_by_setting(
+        scores, "t", "u", "c", panels={"one": ["a", "b"], "two": ["b", "c", "unknown"]}
+    )
+    drawn = [
+        {bars.get_label(): bars.lines[0].get_color() for bars in axes.containers}
+        for axes in figure.axes
+    ]
+    assert [list(panel) for panel in drawn] == [["a", "b"], ["b", "c"]]
+    assert drawn[0]["b"] == drawn[1]["b"]
+    assert len({drawn[0]["a"], drawn[0]["b"], drawn[1]["c"]}) == 3
+
+
+def test_softness_of_both_metrics_shares_an_axis():
+    scores = [
+        SoftScore("squared", "squared", t, value)
+        for t in (0.01, 0.04, 0.09)
+        for value in (95.0, 96.0)
+    ]
+    scores += [SoftScore("learnt", "squared", 0.25, 96.5, learnt=True)]
+    scores += [SoftScore("absolute", "absolute", 0.3, 96.0)]
+    figure = plots.scores_by_softness(
+        scores, {"near": [95.5], "far": [50.0]}, "title", "accuracy", "conditions"
+    )
+    (axes,) = figure.axes
+    squared, absolute = axes.containers
+    assert (squared.lines[0].get_xdata() * 1.03).tolist() == pytest.approx([0.1, 0.2, 0.3])
+    assert squared.lines[0].get_ydata().tolist() == [95.5] * 3
+    assert absolute.lines[0].get_xdata().tolist() == pytest.approx([0.3 * 1.03])
+    learnt = next(line for line in axes.lines if line.get_label() == "learnt")
+    assert (*learnt.get_xdata(), *learnt.get_ydata()) == (0.5, 96.5)
+    shown = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert shown == ["squared", "learnt", "absolute", "near"]
+    assert [text.get_text() for text in axes.texts] == ["far 50.00, below the axis"]
+
+
 def test_attention_is_drawn_with_its_sums():
     matrix = torch.tensor([[[0.5, 0.5], [1.0, 0.0]]])
     signed = torch.tensor([[[0.5, -0.5], [1.0, 0.0]]])
@@ -108,7 +146,8 @@ def test_runtime_by_command_and_its_mistakes(tmp_path, monkeypatch):
         (["plot", "runtime", "wrong.csv"], "columns operator, backend"),
         (["plot", "runtime", "missing.csv"], "No such file"),
         (["plot", "patch-size"], "say what to draw it from"),
-        (["plot", "digits", "bench.csv"], "only runtime, patch-size, attention"),
+        (["plot", "softness"], "say what to draw it from, a file of results"),
+        (["plot", "digits", "bench.csv"], "only runtime, patch-size, softness, attention"),
         (["plot", "plans", "bench.csv"], "points of its own"),
         (["plot", "plans", "--to", "plans.gif"], "png, svg, pdf"),
     ):

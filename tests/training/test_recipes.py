@@ -61,7 +61,7 @@ def test_every_key_is_explained(name):
         if not line.strip() or line.startswith(("#", "title:")):
             continue
         section = line.partition(":")[0] if indent == 0 else section
-        row = (section == "mechanisms" and indent) or (section == "grid" and indent > 2)
+        row = (section in ("mechanisms", "note") and indent) or (section == "grid" and indent > 2)
         if "#" not in line and not row:
             silent.append(line)
     assert not silent

@@ -3,7 +3,9 @@
 import dataclasses
 import math
 import random
+import re
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -117,9 +119,22 @@ def test_the_section_says_what_happened():
     assert "settings not run: patch=1, patch=2, patch=14, patch=28" in text
     assert "data: a part of it" in text
     assert "ESP attention is more accurate than softmax attention (the paper): **held**" in text
-    assert "paired t-test of 6 pairs over 2 settings" in text
+    assert "(paired t-test of 6 pairs, p < 0.0001; patch=4 +" in text
+    assert recipe.note.splitlines()[0] in text
     assert "ESP attention is more accurate than differential" not in text, "it was not run"
-    assert "24 runs, seeds 0, 1, 2; 24.0 min of training" in text
+    assert "24 runs, seeds 0, 1, 2; 24.0 min of training, summed over runs.\n" in text
+
+
+def test_runs_that_lost_the_time_before_a_stop_are_left_out_of_the_time():
+    made = runs(labels=("espformer",))
+    made[0] |= {"continued": True, "seconds": 3.0}
+    made[1] |= {"continued": True, "seconds": 120.0, "seconds_before": 90.0}
+    text = markdown(load_recipe("mnist-patch-size"), made)
+    assert "| 60 to 120 |" in text
+    assert (
+        "6.0 min of training, summed over runs. Neither this nor the seconds per run count a run "
+        "that went on after a stop"
+    ) in text
 
 
 def test_parts_of_an_experiment_keep_their_conditions():
@@ -213,25 +228,31 @@ def test_paired_comparison_against_scipy():
     ours, theirs = ([by_pair[label, *p] for p in pairs] for label in ("espformer", "transformer"))
     expected = stats.ttest_rel(ours, theirs)
     interval = expected.confidence_interval()
-    assert (found.pairs, found.settings) == (6, 2)
+    assert found.pairs == 6
+    assert found.by_setting["patch=7"] == pytest.approx(
+        sum(a - b for a, b in list(zip(ours, theirs, strict=True))[3:]) / 3
+    )
+    assert sorted(found.by_setting) == ["patch=4", "patch=7"]
     assert found.p == pytest.approx(expected.pvalue)
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
     margin = compare(dataclasses.replace(claim, margin=0.5), made)
     shifted = [value + 0.5 for value in ours]
-    assert margin.p == pytest.approx(stats.ttest_rel(shifted, theirs, alternative="greater").pvalue)
+    assert margin.p == pytest.approx(stats.ttest_rel(shifted, theirs).pvalue)
 
 
 @pytest.mark.parametrize(
     ("differences", "margin", "expected"),
     [
         ((1.0, 1.1, 0.9), None, "held"),
-        ((-1.0, -1.1, -0.9), None, "did not hold, the opposite is true here"),
-        ((1.0, 0.2, 0.6), None, "not decided, leaning that way"),
-        ((-1.0, -0.2, -0.6), None, "not decided, leaning the other way"),
-        ((1.0, -0.5, 0.6), None, "no difference seen"),
-        ((0.1, 0.0, -0.1), 0.5, "held"),
-        ((-2.0, -2.1, -1.9), 0.5, "did not hold"),
+        ((-1.0, -1.1, -0.9), None, "did not hold, the opposite is seen"),
+        ((1.0, 0.2, 0.6), None, "not decided"),
+        ((0.1, 0.0, -0.1), None, "not decided; any difference is below 0.5 points"),
+        ((0.1, 0.0, -0.1), 0.5, "held within 0.5 points"),
+        ((-0.2, -0.21, -0.19), 0.5, "held within 0.5 points; a smaller loss is seen"),
+        ((1.0, 1.1, 0.9), 0.5, "held, it is even better"),
+        ((-2.0, -2.1, -1.9), 0.5, "did not hold, a loss of more than 0.5 points"),
         ((-2.0, 1.0, 0.5), 0.5, "not decided"),
+        ((-0.5, -0.6, -0.4), 0.5, "not decided; a loss is seen, perhaps within 0.5 points"),
         ((0.5,), None, "a single pair decides nothing"),
     ],
 )
@@ -242,8 +263,37 @@ def test_verdicts(differences, margin, expected):
         for label, value in (("a", 50.0 + difference), ("b", 50.0))
     ]
     claim = Claim("a beats b", ("a", "test"), ("b", "test"), margin=margin)
-    assert verdict(claim, compare(claim, made)) == expected
+    found = compare(claim, made)
+    outcome, words = verdict(claim, found)
+    assert words == expected
     assert compare(claim, made[:1]) is None
+    if len(differences) > 1:
+        assert (outcome == "open") == (found.p >= 0.05), "p and the interval say the same"
+
+
+def test_the_page_begins_with_all_claims(tmp_path):
+    save_file(results(runs([*range(8)])), tmp_path / "mnist-patch-size.json")
+    claims = CLAIMS["mnist-patch-size"]
+    text = results_page(tmp_path)
+    begin, table, _ = re.split(r"^## Claims$|^### How a claim is judged$", text, flags=re.MULTILINE)
+    assert "|" not in begin
+    lines = [line for line in table.splitlines() if line.startswith(("| ✓", "| ✗", "| ?"))]
+    rows = set(SCORES)
+    asked = [claim for claim in claims if {claim.row[0], claim.other[0]} <= rows]
+    assert len(lines) == len(asked) > 2
+    for line, claim in zip(lines, asked, strict=True):
+        assert claim.says[1:] in line
+        assert "](#mnist-impact-of-patch-size) |" in line
+    assert f"Of {len(asked)} claims, {len(asked)} held (✓), 0 did not (✗), and" in table
+    assert "lies\nabove the bar" in text
+
+
+def test_claims_that_the_runs_suggested_are_marked():
+    claim = dataclasses.replace(CLAIMS["mnist-patch-size"][0], post_hoc=True, by="ours")
+    assert claim.source == "ours, asked after seeing these runs"
+    late = {(c.row[0], c.other[0]) for c in CLAIMS["mnist-patch-size"] if c.post_hoc}
+    assert late == {("espformer-learnt", "sinkformer"), ("diff-espformer", "sinkformer")}
+    assert "(ours, asked after seeing these runs)" in results_page(ROOT / "results")
 
 
 def test_every_claim_is_about_rows_of_its_recipe():
@@ -261,7 +311,7 @@ def test_the_page_of_this_repository_is_made_of_its_results():
     page = ROOT / "RESULTS.md"
     if not page.exists():
         pytest.skip("not a checkout")
-    assert page.read_text(encoding="utf-8") == results_page(ROOT / "results")
+    assert page.read_text(encoding="utf-8") == results_page(ROOT / "results", page)
 
 
 def test_the_command_adds_writes_and_checks(tmp_path, monkeypatch):
@@ -272,8 +322,11 @@ def test_the_command_adds_writes_and_checks(tmp_path, monkeypatch):
     call = CliRunner().invoke
     done = call(app, ["results", "runs/results.json"])
     assert done.exit_code == 0, done.output
-    assert done.output.split() == ["results/mnist-patch-size.json", "RESULTS.md"]
-    assert "impact of patch size" in (tmp_path / "RESULTS.md").read_text()
+    picture = ["results/mnist-patch-size.png"] if find_spec("matplotlib") else []
+    assert done.output.split() == ["results/mnist-patch-size.json", *picture, "RESULTS.md"]
+    page = (tmp_path / "RESULTS.md").read_text()
+    assert "impact of patch size" in page
+    assert ("(results/mnist-patch-size.png)" in page) == bool(picture)
     assert call(app, ["results", "--check"]).exit_code == 0
     (tmp_path / "RESULTS.md").write_text("edited by hand")
     assert isinstance(call(app, ["results", "--check"]).exception, RunError)

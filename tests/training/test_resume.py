@@ -37,6 +37,8 @@ def assert_same_state(one: Path, other: Path) -> None:
     for index, state in moments[0].items():
         for name, value in state.items():
             assert torch.equal(value, moments[1][index][name]), (index, name)
+    for state in (*a["callbacks"].values(), *b["callbacks"].values()):
+        state.pop("seconds", None)  # time is what differs
     for key in ("lr_schedulers", "global_step", "callbacks", MARK):
         assert a[key] == b[key], key
 
@@ -96,6 +98,35 @@ def test_resumed_at_every_step_it_ends_the_same(recipe, tmp_path, monkeypatch, m
         assert results["scores"] == reference["scores"]
         assert results["steps"] == reference["steps"]
         assert_same_state(moment, tmp_path / "reference")
+
+
+def spent(checkpoint: dict) -> dict:
+    """The part of a checkpoint that says how long the run has taken."""
+    (state,) = (state for state in checkpoint["callbacks"].values() if "seconds" in state)
+    return state
+
+
+def test_the_time_of_a_run_counts_what_came_before_a_stop(recipe, tmp_path, monkeypatch):
+    run = recipe.run("learnt", overrides=STATEFUL)
+    killed, old = tmp_path / "killed", tmp_path / "old"
+    with copy_at(AtomicCheckpointIO, monkeypatch, killed, (1, 1)):
+        whole = execute(run, tmp_path / "whole", progress=False)
+    before = spent(load(killed))["seconds"]
+    assert whole["seconds_before"] == 0
+    assert 0 < before < spent(load(tmp_path / "whole"))["seconds"] <= whole["seconds"]
+    shutil.copytree(killed, old)
+    for directory, seconds in ((killed, 1000.0), (old, None)):
+        checkpoint = load(directory)
+        if seconds is None:  # as written before time was kept
+            del spent(checkpoint)["seconds"]
+        else:
+            spent(checkpoint)["seconds"] = seconds
+        torch.save(checkpoint, directory / "last.ckpt")
+        results = execute(run, directory, progress=False)
+        assert results["seconds_before"] == seconds
+        own = results["seconds"] - (seconds or 0.0)
+        assert 0 < own < 100, "what came before is counted once"
+    assert spent(load(killed))["seconds"] > 1000, "a second stop would not lose the first part"
 
 
 def test_two_runs_with_one_seed_are_alike_and_two_seeds_are_not(recipe, tmp_path):

@@ -5,9 +5,11 @@ from typing import Annotated, Any
 
 import typer
 
+from espformer.commands import saved
+
 __all__ = ["plot"]
 
-FIGURES = ("plans", "runtime", "patch-size", "attention")
+FIGURES = ("plans", "runtime", *saved.FIGURES, "attention")
 FORMATS = ("png", "svg", "pdf")
 
 
@@ -15,8 +17,8 @@ def plot(
     target: Annotated[
         str,
         typer.Argument(
-            help="plans, runtime, patch-size or attention; or the directory of a run, or the name "
-            "of an experiment."
+            help="plans, runtime, patch-size, softness or attention; or the directory of a run, or "
+            "the name of an experiment."
         ),
     ],
     source: Annotated[
@@ -46,6 +48,8 @@ def plot(
 
       espformer plot patch-size results/mnist-patch-size.json --to patches.pdf
 
+      espformer plot softness results/mnist-hypotheses.json
+
       espformer plot attention runs/digits/default/espformer/seed-0 --example 3
 
       espformer plot runs/digits/default/espformer/seed-0
@@ -60,8 +64,8 @@ def plot(
         for path in _save(figure, to or Path(target)):
             print(path)
         return
-    if target in ("patch-size", "attention"):
-        wanted = "a file of results" if target == "patch-size" else "directories of runs"
+    if target == "attention" or target in saved.FIGURES:
+        wanted = "directories of runs" if target == "attention" else "a file of results"
         raise ConfigError(f"plot {target}: say what to draw it from, {wanted} (see --help)")
     if sources:
         raise ConfigError(
@@ -97,25 +101,7 @@ def _figure(
             raise UserError(
                 f"{sources[0]}: {error}; expected the CSV that `espformer bench` writes"
             ) from None
-    return _patch_size(sources[0])
-
-
-def _patch_size(path: Path) -> Any:
-    from espformer import plots
-    from espformer.plots.scores import Score
-    from espformer.training.results import read_file
-
-    results = read_file(path)
-    scores = [
-        Score(run["mechanism"], run["setting"], run["scores"]["test"]) for run in results.runs
-    ]
-    seeds = len({run["seed"] for run in results.runs})
-    epochs = ", ".join(str(n) for n in sorted({run["epochs"] for run in results.runs}))
-    unit = f"test {results.runs[0]['score']}" + (
-        ", %" if results.runs[0]["score"] == "accuracy" else ""
-    )
-    conditions = f"Mean and standard deviation of {seeds} seeds, {epochs} epochs. From {path.name}."
-    return plots.scores_by_setting(scores, results.title, unit, conditions)
+    return saved.FIGURES[target][1](sources[0])
 
 
 def _attention(runs: list[Path], example: int, layer: int, data_dir: str | None) -> Any:

@@ -1,5 +1,6 @@
 """`espformer results`: RESULTS.md out of the files in results/."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,8 @@ def results(
 ) -> None:
     """Write RESULTS.md from results/*.json: ours beside the paper's, and whether claims held.
 
+    Figures of these results are drawn again as well, beside their files, where matplotlib is there.
+
     Examples:
 
       espformer reproduce digits --save results && espformer results
@@ -38,7 +41,12 @@ def results(
     if files and not check:
         for path in merge_files(files, directory):
             print(path)
-    text = results_page(directory)
+    if not check and find_spec("matplotlib"):
+        from espformer.commands.saved import draw_beside
+
+        for path in draw_beside(directory):
+            print(path)
+    text = results_page(directory, to)
     if not check:
         write_atomically(to, text)
         print(to)

@@ -20,6 +20,7 @@ from espformer.training.assemble import TaskData
 from espformer.training.callbacks import Throughput
 from espformer.training.checkpoints import (
     AtomicCheckpointIO,
+    Checkpoints,
     check_directory,
     read_checkpoint,
     write_atomically,
@@ -136,6 +137,7 @@ def _train(run: FinetuneRun, directory: Path, head: Path, progress: bool | None)
             "--precision bf16-mixed"
         ) from error
     seconds = time.perf_counter() - began
+    before = next(c for c in _callbacks(trainer) if isinstance(c, Checkpoints)).seconds_before
     weights = weights_info(run.path)
     if weights.get("stored_in", ["F32"]) != ["F32"]:
         stored = " and ".join(weights["stored_in"])
@@ -153,7 +155,8 @@ def _train(run: FinetuneRun, directory: Path, head: Path, progress: bool | None)
         "macro_recall": recalls,
         "epochs": trainer.current_epoch,
         "steps": trainer.global_step,
-        "seconds": seconds,
+        "seconds": seconds + (before or 0.0),
+        "seconds_before": before,
         "continued": position != (0, 0),
         "samples_per_second": rate,
         "parameters": sum(p.numel() for p in learner.model.parameters()),

@@ -18,6 +18,7 @@ from espformer.plots.plans import (
 )
 from espformer.plots.runtime import read_timings, runtime
 from espformer.plots.scores import scores_by_setting
+from espformer.plots.softness import scores_by_softness
 from espformer.plots.style import save_figure
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "runtime",
     "save_figure",
     "scores_by_setting",
+    "scores_by_softness",
     "sinkhorn_plans",
     "softness",
     "sum_errors",

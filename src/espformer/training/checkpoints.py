@@ -148,7 +148,21 @@ class Checkpoints(Checkpoint):
         self.monitor = monitor
         self.best: float | None = None
         self.best_epoch = -1
+        self.seconds_before: float | None = 0.0
+        """Of former attempts, up to the checkpoint that this one goes on from; None: not known."""
+        self._began = time.monotonic()
         self._saved_at = time.monotonic()
+
+    @property
+    def seconds(self) -> float | None:
+        """Time of training so far, over all attempts; work that was lost in a stop is not in it."""
+        if self.seconds_before is None:
+            return None
+        return self.seconds_before + time.monotonic() - self._began
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._began = time.monotonic()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
@@ -194,7 +208,8 @@ class Checkpoints(Checkpoint):
         self._saved_at = time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "best_epoch": self.best_epoch}
+        return {"best": self.best, "best_epoch": self.best_epoch, "seconds": self.seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best, self.best_epoch = state_dict["best"], state_dict["best_epoch"]
+        self.seconds_before = state_dict.get("seconds")  # older checkpoints do not tell

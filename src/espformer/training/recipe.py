@@ -32,6 +32,7 @@ class _Head:
     task: str
     mechanisms: dict[str, Spec]
     paper: str | None = None
+    note: str = ""
     default_mechanism: str = "espformer"
     grid: Grid = dataclasses.field(default_factory=Grid)
 
@@ -49,6 +50,8 @@ class Recipe:
     grid: Grid
     sections: dict[str, Any]
     origins: Origins
+    note: str = ""
+    """What a reader of the results must know of the experiment."""
 
     def run(
         self,
@@ -145,7 +148,7 @@ def load_recipe(name: str | Path) -> Recipe:
     sections = {k: v for k, v in raw.items() if k not in head_keys}
     recipe = Recipe(
         path.stem, head.title, head.task, head.paper, head.default_mechanism, head.mechanisms,
-        head.grid, sections, origins,
+        head.grid, sections, origins, head.note.strip(),
     )  # fmt: skip
     for label in head.grid.adjust:
         if label not in head.mechanisms:

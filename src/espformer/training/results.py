@@ -7,18 +7,21 @@ an experiment that were done apart are merged.
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from espformer.training.checkpoints import write_atomically
+from espformer.training.claims import HARMLESS
 from espformer.training.config import Grid
 from espformer.training.errors import RunError, UserError
 from espformer.training.recipe import Recipe, load_recipe, recipe_names
 from espformer.training.records import alone_in, differences
 from espformer.training.section import in_order, markdown
 from espformer.training.strict import Origins
+from espformer.training.verdicts import claims_table
 
 __all__ = ["Results", "key", "merge_files", "read_file", "results_page", "save_file"]
 
@@ -30,10 +33,23 @@ _INTRODUCTION = """\
 Made by `espformer results` from the files in `results/`, which `espformer reproduce --save results`
 writes; never by hand. Scores are test accuracy in percent, or BLEU, after the last epoch: no epoch
 is chosen by its test score. `±` is the standard deviation over seeds.
+"""
 
-A claim is tested over pairs of runs with the same setting and seed, so the same first weights,
-batches and subsets, by a paired t-test. Three pairs lean on its assumption of normal differences: a
-test without it cannot reach 5 % with fewer than six. No p is corrected for the number of claims.
+_RULES = """\
+### How a claim is judged
+
+A claim is about the difference of two rows over pairs of runs with the same setting and seed, so
+the same first weights, batches and subsets. It sets a bar: 0 points for "is better", {margin} for
+"does no harm" or "loses nothing". It **held** where the 95 % interval of the mean difference lies
+above the bar, **did not hold** where it lies below, and is **not decided** where the bar is inside.
+The p is that of a paired, two-sided t-test of a difference at the bar, so p < 0.05 says the same as
+the interval.
+
+What these tests cannot say: intervals are about other seeds, not about other test data, which are
+the same in all runs. Three pairs lean on normal differences: a test without that assumption cannot
+reach 5 % with fewer than six. Where settings are pooled, what differs between them widens the
+interval, and nothing is said about settings that were not run. A claim that was asked after seeing
+the runs is a question for new ones, whatever its p.
 """
 
 
@@ -117,20 +133,38 @@ def save_file(results: Results, path: Path, *, merge: bool = True) -> Path:
     return path
 
 
-def results_page(directory: Path) -> str:
-    """`RESULTS.md`: a section for each file of the directory, in the order of the recipes."""
+def results_page(directory: Path, page: Path = Path("RESULTS.md")) -> str:
+    """`RESULTS.md`: all claims, and a section for each file, in the order of the recipes.
+
+    A picture beside a file and named like it, `EXPERIMENT.png`, is shown in its section.
+
+    Args:
+        directory: where the files are.
+        page: where the text will be, which pictures are linked from.
+    """
     files = sorted(directory.glob("*.json"))
     if not files:
         raise UserError(
             f"{directory}: no results there; make some with espformer reproduce digits --save "
             f"{directory}"
         )
-    every = [(_recipe(results), results) for results in map(read_file, files)]
+    every = [
+        (recipe := _recipe(results), in_order(recipe, results.runs))
+        for results in map(read_file, files)
+    ]
     every.sort(key=lambda pair: (pair[0].paper is None, pair[0].name))
     sections = [
-        markdown(recipe, in_order(recipe, results.runs), level=2) for recipe, results in every
+        markdown(recipe, runs, level=2, picture=_picture(directory / f"{recipe.name}.png", page))
+        for recipe, runs in every
     ]
-    return "\n".join([_INTRODUCTION, *sections])
+    claims = claims_table(every)
+    judged = [*claims, _RULES.format(margin=-HARMLESS)] if claims else []
+    return "\n".join([_INTRODUCTION, *judged, *sections])
+
+
+def _picture(path: Path, page: Path) -> str | None:
+    """The address of a picture on a page, if there is one."""
+    return Path(os.path.relpath(path, page.parent)).as_posix() if path.is_file() else None
 
 
 def _recipe(results: Results) -> Recipe:

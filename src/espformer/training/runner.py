@@ -128,13 +128,14 @@ def _train(
             "trainer.accumulate=2 is the same step), or trainer.precision=bf16-mixed"
         ) from error
     seconds = time.perf_counter() - began
+    keeper = _callback(trainer, Checkpoints)
+    before = keeper.seconds_before
     scores["test"] = score_percent(trainer.test(learner, datamodule=data, verbose=False), learner)
     if run.harden:
         harden(learner.model)
         hard = trainer.test(learner, datamodule=data, verbose=False)
         scores["hard"] = score_percent(hard, learner)
         trainer.save_checkpoint(directory / "hard.ckpt", weights_only=True)
-    keeper = _callback(trainer, Checkpoints)
     if keeper.best is not None and (directory / "best.ckpt").exists():
         best = trainer.test(
             learner, datamodule=data, verbose=False, ckpt_path=directory / "best.ckpt",
@@ -153,7 +154,8 @@ def _train(
         "best_chosen_on": "test" if task.valid is None else "valid",
         "epochs": trainer.current_epoch,
         "steps": trainer.global_step,
-        "seconds": seconds,
+        "seconds": seconds + (before or 0.0),
+        "seconds_before": before,
         "continued": position is not None,
         "samples_per_second": rate,
         "throughput": compared,

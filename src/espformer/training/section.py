@@ -5,18 +5,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from espformer.training.claims import CLAIMS, Claim, Comparison, compare, verdict
 from espformer.training.estimate import words
 from espformer.training.paper_numbers import TABLES, Number, Table
 from espformer.training.recipe import Recipe
 from espformer.training.records import changes
 from espformer.training.strict import plain
+from espformer.training.verdicts import SCORES, claim_sentences, grid
 
 __all__ = ["in_order", "markdown", "summarise"]
 
 Result = dict[str, Any]
 
-_SCORES = {"start": ", before training", "test": "", "hard": ", hard sort", "mean": ""}
 _WAYS = {"spread": ("best", "median", "mean", "worst"), "median": ("median", "mean ± std")}
 
 
@@ -49,27 +48,35 @@ def summarise(values: list[float]) -> Number:
     )
 
 
-def markdown(recipe: Recipe, results: list[Result], level: int = 1) -> str:
-    """The section of an experiment: claims, table, conditions, what differs from the paper."""
+def markdown(
+    recipe: Recipe, results: list[Result], level: int = 1, picture: str | None = None
+) -> str:
+    """The section of an experiment: table, claims, conditions, what differs from the paper.
+
+    Args:
+        recipe: the experiment.
+        results: its runs.
+        level: of the heading.
+        picture: address of a figure to show.
+    """
     table = TABLES.get(recipe.paper or "", Table("", "mean_std", {}))
     lines = [f"{'#' * level} {recipe.title}", ""]
     if table.caption:
         lines += [f"Paper: {table.caption}.", ""]
+    if recipe.note:
+        lines += [recipe.note, ""]
     if not results:
         return "\n".join([*lines, "No run is finished yet.", ""])
     if recipe.task == "runtime":
         lines += _runtime(results)
     else:
-        lines += _scores(table, results) + _behind(results) + _claims(recipe, results)
+        lines += _scores(table, results)
+        if picture is not None:
+            lines += [f"![{recipe.title}: the scores of the table as a figure]({picture})", ""]
+        lines += claim_sentences(recipe, results) + _behind(results)
     lines += _conditions(results)
     lines += _differences(recipe, table, results)
     return "\n".join([*lines, ""])
-
-
-def _grid(rows: list[list[str]]) -> list[str]:
-    """A table in Markdown; the first row is its head."""
-    head, *body = ["| " + " | ".join(row) + " |" for row in rows]
-    return [head, "|" + "---|" * len(rows[0]), *body, ""]
 
 
 def _scores(table: Table, results: list[Result]) -> list[str]:
@@ -77,7 +84,7 @@ def _scores(table: Table, results: list[Result]) -> list[str]:
     values: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for result in results:
         for score, value in result["scores"].items():
-            if score in _SCORES:
+            if score in SCORES:
                 values[result["setting"], result["mechanism"], score].append(value)
     settings = list(dict.fromkeys(result["setting"] for result in results))
     rows = list(dict.fromkeys((label, score) for _, label, score in values))
@@ -89,7 +96,7 @@ def _scores(table: Table, results: list[Result]) -> list[str]:
     beside = any(key[0] in settings for key in table.numbers)
     lines = [["mechanism", *([""] if beside else []), "runs", *heads]]
     for label, score in rows:
-        name = label + _SCORES[score]
+        name = label + SCORES[score]
         ours = {s: values.get((s, label, score)) for s in settings}
         counts = {len(v) for v in ours.values() if v}
         count = "–".join(str(n) for n in sorted({min(counts), max(counts)}))
@@ -99,7 +106,7 @@ def _scores(table: Table, results: list[Result]) -> list[str]:
         if any(number != Number() for number in theirs):
             cells = [_cell(n, way) for n, (_, way) in zip(theirs, columns, strict=True)]
             lines.append(["", "paper", "", *cells])
-    return _grid(lines)
+    return grid(lines)
 
 
 def _cell(number: Number, column: str) -> str:
@@ -130,7 +137,7 @@ def _behind(results: list[Result]) -> list[str]:
             numbers = [r["attention"][name] for r in group if name in r.get("attention", {})]
             cells.append(f"{statistics.fmean(numbers):.2g}" if numbers else "–")
         cells.append(_range([r.get("parameters") for r in group], ",.0f"))
-        cells.append(_range([r.get("seconds") for r in group], ",.0f"))
+        cells.append(_range([_seconds(r) for r in group], ",.0f"))
         cells.append(_range([r.get("samples_per_second") for r in group], ",.0f"))
         if learns:
             learnt = [t for r in group for t in r.get("learnt_sort_temperatures", [])]
@@ -138,11 +145,18 @@ def _behind(results: list[Result]) -> list[str]:
         lines.append(cells)
     note = [
         "Mean distances of row and column sums from one, and entropy of a row over that of a",
-        "uniform one, on four test examples after the last epoch; differential attention is no",
-        "distribution and has none. Examples per second are those of training steps alone, of runs",
-        "that may have shared the machine with others.",
+        "uniform one, on four test examples after the last epoch; matrices with negative entries,",
+        "which differential attention may have, are left out. Examples per second are those of",
+        "training steps alone, of runs that may have shared the machine with others.",
     ]
-    return [*_grid(lines), *note, ""]
+    return [*grid(lines), *note, ""]
+
+
+def _seconds(result: Result) -> float | None:
+    """Seconds of the whole run; of runs that went on after a stop, older ones forgot the rest."""
+    if result.get("continued") and result.get("seconds_before") is None:
+        return None
+    return result.get("seconds")
 
 
 def _range(values: Sequence[float | None], form: str) -> str:
@@ -151,30 +165,6 @@ def _range(values: Sequence[float | None], form: str) -> str:
         return "–"
     low, high = f"{min(numbers):{form}}", f"{max(numbers):{form}}"
     return low if low == high else f"{low} to {high}"
-
-
-def _claims(recipe: Recipe, results: list[Result]) -> list[str]:
-    found = [(claim, compare(claim, results)) for claim in CLAIMS.get(recipe.name, ())]
-    lines = [_sentence(claim, comparison) for claim, comparison in found if comparison is not None]
-    return [*lines, ""] if lines else []
-
-
-def _sentence(claim: Claim, found: Comparison) -> str:
-    """Whether a claim held, with the difference and the test."""
-    text = f"- {claim.says[0].upper()}{claim.says[1:]} ({claim.by}): **{verdict(claim, found)}**. "
-    text += f"`{_row(claim.row)}` minus `{_row(claim.other)}` is {found.mean:+.2f} points"
-    if found.low is None or found.p is None:
-        return f"{text} in one pair."
-    where = f" over {found.settings} settings" if found.settings > 1 else ""
-    p = f"p {'< 0.0001' if found.p < 1e-4 else f'= {found.p:.2g}'}"
-    test = f"paired t-test of {found.pairs} pairs{where}, {p}"
-    if claim.margin is not None:
-        test += f" against a loss of {claim.margin:g} points or more"
-    return f"{text}, 95 % interval {found.low:+.2f} to {found.high:+.2f} ({test})."
-
-
-def _row(row: tuple[str, str]) -> str:
-    return row[0] + _SCORES[row[1]]
 
 
 def _runtime(results: list[Result]) -> list[str]:
@@ -187,7 +177,7 @@ def _runtime(results: list[Result]) -> list[str]:
         lines.append(
             [result["setting"], result["mechanism"], f"{result['scores']['mean']:.3g}", *errors]
         )
-    return _grid(lines)
+    return grid(lines)
 
 
 def _conditions(results: list[Result]) -> list[str]:
@@ -195,8 +185,13 @@ def _conditions(results: list[Result]) -> list[str]:
     parts: dict[tuple[str, str], list[Result]] = defaultdict(list)
     for result in results:
         parts[result.get("command") or "", _machine(result)].append(result)
-    seconds = sum(result.get("seconds", 0.0) for result in results)
-    every = f"- {_count(results)}; {words(seconds)} of training, summed over runs."
+    known = [seconds for result in results if (seconds := _seconds(result)) is not None]
+    every = f"- {_count(results)}; {words(sum(known))} of training, summed over runs."
+    unknown = len(results) - len(known)
+    if unknown:
+        which = "a run" if unknown == 1 else f"{unknown} runs"
+        every += f" Neither this nor the seconds per run count {which} that went on after a stop"
+        every += " and did not keep the time before it."
     if len(parts) == 1:
         ((command, machine),) = parts
         made = [f"- Made by `{command}`."] if command else []
