@@ -16,7 +16,6 @@ from espformer.ops.exponentials import ABSOLUTE, GAUSSIAN
 from espformer.ops.triton.apply import apply_kernel, cross_kernel
 from espformer.ops.triton.column import column_kernel
 from espformer.ops.triton.gather import gather_kernel, pair_kernel
-from espformer.ops.triton.grad import grad_kernel
 from espformer.ops.triton.launch import state_table
 from espformer.ops.triton.matching import compose_kernel
 from espformer.ops.triton.norms import centre_grad_kernel, centre_kernel
@@ -49,34 +48,43 @@ def build(kernel, constants, warps=WARPS, **types):
     return compiled
 
 
-def build_chunks(table, row, chunk, alone=False):
+def build_chunks(table, row, chunk, alone=False, width=64):
     complex_ = table is not ABSOLUTE
+    exact = row == "*fp32"
     rows = 4 * len(table.poles) if complex_ else 4
-    base = dict(COMPLEX=complex_, ROWS=rows, BLOCK_D=32, D=64, C=chunk)
-    base["TABLE"] = state_table("squared" if complex_ else "absolute", row == "*fp32")
+    base = dict(COMPLEX=complex_, ROWS=rows, BLOCK_D=32, D=width, C=chunk)
+    base["TABLE"] = state_table("squared" if complex_ else "absolute", exact)
     if alone:  # one chunk, and no states
-        base |= dict(ROWS=0, X_STATES=None, G_STATES=None, W_STATES=None, P_STATES=None)
+        base |= dict(ROWS=0, X_STATES=None, G_STATES=None, W_STATES=None)
     tokens = dict(X=row, G=row, warps=max(1, chunk // 16))
+    if not (complex_ or exact or alone):
+        names = ("STATES", "NEXT_STATES", "FROM", "X_STATES", "W_STATES", "G_STATES")
+        tokens |= {name: "*bf16" for name in names}
     for through in () if alone else (False, True):
         more = dict(EVEN=through, SCALED=not through, THROUGH=through)
         build(sums_kernel, base | more | (dict(X_SCALE=None) if through else {}), **tokens)
-    scan = dict(BLOCK_R=4 if complex_ else 2, AHEAD=2, EXACT=row == "*fp32", THROUGH=not complex_)
+    scan = dict(BLOCK_R=4 if complex_ else 2, AHEAD=2, EXACT=exact, THROUGH=not complex_)
     if not alone:
-        build(scan_kernel, base | scan, warps=1)
+        build(scan_kernel, base | scan, **tokens | dict(warps=1))
     if complex_ and not alone:
-        build(link_kernel, dict(D=64, ROWS=rows, BLOCK_D=64), warps=1)
+        build(link_kernel, dict(D=width, ROWS=rows, BLOCK_D=32), warps=1)
     for even in (False, True):
-        more = base | dict(EVEN=even, HAS_FIRST=not even, HAS_FINAL=not even)
+        more = base | dict(EVEN=even, ATOMIC=even, HAS_FIRST=not even, HAS_FINAL=not even)
         more |= dict(FIRST=None, FINAL=None) if even else {}
-        build(apply_kernel, more | dict(ATOMIC=even), **tokens)
         build(cross_kernel, more, **tokens)
-        none = dict(D_FIRST=None, D_FINAL=None, DG=None) if even else {}
-        build(grad_kernel, more | none | dict(ATOMIC=even, WITH_G=not even), **tokens)
+        scales = dict(TOTALS=None, D_K_SCALE=None, D_Q_SCALE=None)
+        final = dict(D_FINAL=None) if even else {}
+        none = dict(G=None, G_STATES=None, D_VALUES=None, D_FINAL=None)
+        build(apply_kernel, more | none | scales, **tokens)
+        build(apply_kernel, more | final | (dict(OUT=None) if even else {}), **tokens)
+        build(apply_kernel, more | final | scales, **tokens)
 
 
 for table in (ABSOLUTE, GAUSSIAN[3]):
     build_chunks(table, "*bf16", 64)
     build_chunks(table, "*bf16", 16, alone=True)
+build_chunks(ABSOLUTE, "*fp16", 32, width=80)
+build_chunks(ABSOLUTE, "*fp32", 16, width=256)
 build_chunks(GAUSSIAN[4], "*fp32", 16)
 for table in (ABSOLUTE, GAUSSIAN[4]):
     numbers = tuple(
@@ -132,4 +140,4 @@ def test_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert len(run.stdout.splitlines()) == 65
+    assert len(run.stdout.splitlines()) == 97

@@ -2,6 +2,16 @@
 
 Rank n of the keys meets rank n of the queries, so the program that makes a chunk of
 ``W = scale · κ_k x`` multiplies it by κ_q at once.
+
+**The backward** of ``⟨g, plan x⟩`` is the same program, once for each side. Turned around, it
+applies the plan to g, which is the gradient of x; and where W meets rows g of the other side, the
+small matrices ``M = W gᵀ`` of a chunk and ``W statesᵀ`` hold everything else:
+
+    slope of the queries' numbers:  Σ_j κ_q'_nj (M_nj + M_jn),
+    gradient of the scales:         Σ_j κ_q_nj M_nj  over the scale of rank n,
+    gradient of `final`:            Σ_j κ_q_nj M_jn  over `final` of rank n.
+
+Columns are summed by the tensor cores, and κ' is never rounded.
 """
 
 from __future__ import annotations
@@ -9,20 +19,42 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from espformer.ops.triton.chunks import load_states, near, place, side, spread
+from espformer.ops.triton.chunks import (
+    gap_slope,
+    leaving,
+    load_states,
+    near,
+    on_states,
+    place,
+    side,
+    spread,
+    transposed_product,
+    waves,
+)
 from espformer.ops.triton.instructions import roomy
 from espformer.ops.triton.rows import add_rows, load_rows
 
 
 @triton.jit
+def over(x, y):
+    """x / y, and zero where y is."""
+    return tl.where(y == 0, 0.0, x / tl.where(y == 0, 1.0, y))
+
+
+@triton.jit
 def apply_kernel(
-    X, K_ORDER, FIRST, K_S, K_SCALE, Q_S, Q_SCALE, Q_ORDER, FINAL, TABLE: tl.constexpr,
-    INVERSE_WIDTH, X_STATES, W_STATES, WEIGHT, OUT, N, KEYS, QUERIES, HEADS, L, CHUNKS,
+    X, K_ORDER, FIRST, K_S, K_SCALE, Q_ORDER, FINAL, Q_S, Q_SCALE, TABLE: tl.constexpr,
+    INVERSE_WIDTH, WEIGHT, X_STATES, W_STATES, OUT, G, G_STATES, D_VALUES, D_FINAL,
+    TOTALS, D_K_SCALE, D_Q_SCALE, N, KEYS, QUERIES, HEADS, L, CHUNKS,
     D: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr,
     HAS_FIRST: tl.constexpr, HAS_FINAL: tl.constexpr, ATOMIC: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_D: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Adds the plan of one slice, applied to the rows of the keys, to the rows of the queries."""
+    """Adds the plan of one slice, applied to the rows of the keys, to the rows of the queries: OUT.
+
+    With rows G: the gradients of ``weight · ⟨g, plan x⟩`` in the queries' numbers and in FINAL and,
+    with TOTALS, in both scales; TOTALS gets ``⟨g, plan x⟩`` without the weight, by chunk.
+    """
     pair, head, chunk = place(HEADS, L, CHUNKS)
     n = chunk * C + tl.arange(0, C)
     ranks = pair * N
@@ -34,26 +66,76 @@ def apply_kernel(
     if ROWS > 0:
         X_STATES += pair * CHUNKS * ROWS * D
         W_STATES += pair * CHUNKS * ROWS * D
+    if G is not None:
+        G += head * QUERIES * D
+        if ROWS > 0:
+            G_STATES += pair * CHUNKS * ROWS * D
     # All loads come first: what follows waits for the tensor cores, and nothing moves across that.
     keys, k_scale, s, first, last = side(K_S, K_ORDER, K_SCALE, ranks, n, chunk, N, C, EVEN)
     queries, q_scale, t, t_first, t_last = side(Q_S, Q_ORDER, Q_SCALE, ranks, n, chunk, N, C, EVEN)
     inverse_width = tl.load(INVERSE_WIDTH + head)
     weight = tl.load(WEIGHT + pair)
-    scale = k_scale * q_scale * weight
+    scale = k_scale * q_scale
+    early, late = weight, 1.0  # W has the weight, and its states get it
+    if TOTALS is not None:  # but these are wanted without it
+        early, late = 1.0, weight
+    scale *= early
     exact: tl.constexpr = X.dtype.element_ty == tl.float32
-    for start in tl.static_range(0, D, BLOCK_D):
+    slope = tl.zeros((C,), tl.float32)
+    dots = tl.zeros((C,), tl.float32)
+    final_dots = tl.zeros((C,), tl.float32)
+    for start in tl.range(0, D, BLOCK_D, num_stages=1):
         d = start + tl.arange(0, BLOCK_D)
         x = load_rows(X, FIRST, keys, n, N, d, D, HAS_FIRST, EVEN)
         x_states = load_states(X_STATES, chunk, d, D, ROWS)
         w_states = load_states(W_STATES, chunk, d, D, ROWS)
+        if G is not None:
+            g = roomy(load_rows(G, FINAL, queries, n, N, d, D, HAS_FINAL, EVEN))
+            g_states = load_states(G_STATES, chunk, d, D, ROWS)
         k, _ = near(s, first, x, inverse_width, COMPLEX, exact)
-        w = spread(TABLE, k, x, x_states, s, first, last, inverse_width, COMPLEX, ROWS)
+        leave = leaving(TABLE, s, first, last, inverse_width, x, x_states, COMPLEX, ROWS)
+        w = spread(k, x, leave, x_states, COMPLEX, ROWS)
         w = (w * scale[:, None]).to(roomy(x).dtype)
-        k, _ = near(t, t_first, x, inverse_width, COMPLEX, exact)
-        y = spread(TABLE, k, w, w_states, t, t_first, t_last, inverse_width, COMPLEX, ROWS, weight)
-        add_rows(
-            OUT, FINAL, 1.0, y, queries, pair, head, n, N, QUERIES, d, D, HAS_FINAL, ATOMIC, EVEN
-        )
+        k, gap = near(t, t_first, x, inverse_width, COMPLEX, exact)
+        leave = leaving(TABLE, t, t_first, t_last, inverse_width, x, x_states, COMPLEX, ROWS)
+        if G is not None:
+            m = transposed_product(w, g)
+            if TOTALS is not None:
+                dots += tl.sum(k * m, 1)
+            if HAS_FINAL:
+                final_dots -= tl.sum(k * m, 1)
+            m = transposed_product(g, w, m)
+            slope += tl.sum(gap_slope(k, gap, COMPLEX) * m, 1)
+            if HAS_FINAL:
+                final_dots += tl.sum(k * m, 1)
+            if ROWS > 0:
+                far = on_states(w, g_states, COMPLEX)
+                if TOTALS is not None:
+                    dots += tl.sum(leave * far, 1)
+                behind = on_states(g, w_states, COMPLEX) * early
+                if HAS_FINAL:
+                    final_dots += tl.sum(leave * behind, 1)
+                wave = waves(
+                    TABLE, t, t_first, t_last, inverse_width, "slope", COMPLEX, ROWS, exact
+                )
+                slope += tl.sum(wave * (far + behind), 1)
+        if OUT is not None:
+            y = spread(k, w, leave * early, w_states, COMPLEX, ROWS)
+            add_rows(
+                OUT, FINAL, y * late, queries, pair, head, n, N, QUERIES, d, D, HAS_FINAL, ATOMIC,
+                EVEN,
+            )  # fmt: skip
+    if G is not None:
+        inside = n < N
+        tl.store(D_VALUES + ranks + n, slope * (late * inverse_width), mask=inside)
+        if HAS_FINAL:
+            factor = tl.load(FINAL + n, mask=inside, other=0.0)
+            tl.store(D_FINAL + ranks + n, over(final_dots * late, factor), mask=inside)
+        if TOTALS is not None:
+            tl.store(TOTALS + pair * CHUNKS + chunk, tl.sum(dots, 0))
+            dots *= late
+            tl.store(D_K_SCALE + ranks + n, over(dots, k_scale), mask=inside)
+            tl.store(D_Q_SCALE + ranks + n, over(dots, q_scale), mask=inside)
 
 
 @triton.jit
@@ -83,15 +165,17 @@ def cross_kernel(
     scale = k_scale * q_scale
     exact: tl.constexpr = X.dtype.element_ty == tl.float32
     dots = tl.zeros((C,), tl.float32)
-    for start in tl.static_range(0, D, BLOCK_D):
+    for start in tl.range(0, D, BLOCK_D, num_stages=1):
         d = start + tl.arange(0, BLOCK_D)
         x = load_rows(X, FIRST, keys, n, N, d, D, HAS_FIRST, EVEN)
         g = load_rows(G, FINAL, queries, n, N, d, D, HAS_FINAL, EVEN)
         x_states = load_states(X_STATES, chunk, d, D, ROWS)
         g_states = load_states(G_STATES, chunk, d, D, ROWS)
         k, _ = near(s, first, x, inverse_width, COMPLEX, exact)
-        y = spread(TABLE, k, x, x_states, s, first, last, inverse_width, COMPLEX, ROWS)
+        leave = leaving(TABLE, s, first, last, inverse_width, x, x_states, COMPLEX, ROWS)
+        y = spread(k, x, leave, x_states, COMPLEX, ROWS)
         k, _ = near(t, t_first, x, inverse_width, COMPLEX, exact)
-        z = spread(TABLE, k, g, g_states, t, t_first, t_last, inverse_width, COMPLEX, ROWS)
+        leave = leaving(TABLE, t, t_first, t_last, inverse_width, x, x_states, COMPLEX, ROWS)
+        z = spread(k, g, leave, g_states, COMPLEX, ROWS)
         dots += tl.sum(y * z, 1)
     tl.store(TOTALS + pair * CHUNKS + chunk, tl.sum(dots * scale, 0))

@@ -93,10 +93,12 @@ def near(s, first, rows, inverse_width, COMPLEX: tl.constexpr, EXACT: tl.constex
     """
     rate = inverse_width * (ROOT_LOG2E if COMPLEX else LOG2E)  # for a power of two
     if EXACT:
-        gap = like_product((s[None, :] - s[:, None]) * rate, rows)
+        gap = (s[None, :] - s[:, None]) * rate
     else:
         s = times(s - first, rate)
-        gap = like_product(s[None, :] - s[:, None], rows)
+        gap = s[None, :] - s[:, None]
+    if rows is not None:
+        gap = like_product(gap, rows, rows)
     k = exp2_minus_square(gap) if COMPLEX else exp2_minus_abs(gap)
     return k, gap
 
@@ -181,48 +183,57 @@ def product(a, x, FINE: tl.constexpr = False):
 
 
 @triton.jit
-def overlaps(x, y):
-    """``x yᵀ + y xᵀ`` in float32."""
+def transposed_product(x, y, total=None):
+    """``x yᵀ`` in float32, added to a total if there is one."""
     if x.dtype == tl.float32:
-        total = tl.dot(x, tl.trans(y), input_precision="tf32x3")
-        total = tl.dot(y, tl.trans(x), total, input_precision="tf32x3")
+        total = tl.dot(x, tl.trans(y), total, input_precision="tf32x3")
     else:
-        total = tl.dot(x, tl.trans(y))
-        total = tl.dot(y, tl.trans(x), total)
+        total = tl.dot(x, tl.trans(y), total)
     return total
 
 
 @triton.jit
 def on_states(x, states, COMPLEX: tl.constexpr):
     """``x statesᵀ``, (ranks, state rows)."""
-    states = tl.trans(states)
     if x.dtype == tl.float32:
-        far = tl.dot(x, states, input_precision="tf32x3")
+        far = tl.dot(x, tl.trans(states), input_precision="tf32x3")
     else:
         rounded = states.to(x.dtype)
-        far = tl.dot(x, rounded)
+        far = tl.dot(x, tl.trans(rounded))
         if COMPLEX:  # large weights of several poles cancel
-            far = tl.dot(x, (states - rounded.to(tl.float32)).to(x.dtype), far)
+            far = tl.dot(x, tl.trans((states - rounded.to(tl.float32)).to(x.dtype)), far)
     return far
 
 
 @triton.jit
-def spread(
-    TABLE: tl.constexpr, k, x, states, s, first, last, inverse_width,
-    COMPLEX: tl.constexpr, ROWS: tl.constexpr, gain=1.0,
+def leaving(
+    TABLE: tl.constexpr, s, first, last, inverse_width, rows, states,
+    COMPLEX: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """κx at the ranks of a chunk in float32; k is κ within it, `states`, times `gain`, enter it."""
+    """The waves out of states, (ranks, state rows), where a product with states takes them.
+
+    `rows` and `states` are any of the chunk, for the layout.
+    """
+    exact: tl.constexpr = rows.dtype == tl.float32
+    wave = waves(TABLE, s, first, last, inverse_width, "out", COMPLEX, ROWS, exact)
+    if ROWS > 0 and not (COMPLEX or exact):
+        rows = roomy(rows)
+        wave = like_product(wave, rows, states.to(rows.dtype))
+    return wave
+
+
+@triton.jit
+def spread(k, x, leave, states, COMPLEX: tl.constexpr, ROWS: tl.constexpr):
+    """κx at the ranks of a chunk in float32; k is κ within it, `leave` what lets states enter."""
     y = product(k, x)
     if ROWS > 0:
-        exact: tl.constexpr = x.dtype == tl.float32
-        wave = waves(TABLE, s, first, last, inverse_width, "out", COMPLEX, ROWS, exact) * gain
-        if exact:
-            y = tl.dot(wave, states, y, input_precision="tf32x3")
+        if x.dtype == tl.float32:
+            y = tl.dot(leave, states, y, input_precision="tf32x3")
         elif COMPLEX:  # large weights of several poles cancel
-            y = tl.dot(wave, states, y, input_precision="tf32")
+            y = tl.dot(leave, states, y, input_precision="tf32")
         else:
-            kind: tl.constexpr = roomy(x).dtype  # states are sums over many tokens
-            y = tl.dot(wave.to(kind), states.to(kind), y)
+            states = states.to(roomy(x).dtype)  # they are sums over many tokens
+            y = tl.dot(leave.to(states.dtype), states, y)
     return y
 
 
@@ -233,7 +244,7 @@ def load_states(STATES, chunk, d, D: tl.constexpr, ROWS: tl.constexpr):
     ROWS is zero where there is only one chunk, and nothing enters it.
     """
     r = tl.arange(0, STATE_ROWS)[:, None]
-    states = tl.zeros((STATE_ROWS, d.shape[0]), tl.float32)
+    states = tl.zeros((STATE_ROWS, d.shape[0]), tl.float32)  # and not looked at
     if ROWS > 0:
         at = STATES + (chunk * ROWS + r) * D + d[None, :]
         states = tl.load(at, mask=(r < ROWS) & (d[None, :] < D), other=0.0)

@@ -29,58 +29,89 @@ BLOCK, LEAST_BLOCK = 1024, 32
 
 
 @triton.jit
-def real_pair(a, x, b, y):
-    return a * b, b * x + y
+def real_step(a, u, b, v):
+    return a * b, b * u + v
 
 
 @triton.jit
-def complex_pair(a_re, a_im, x_re, x_im, b_re, b_im, y_re, y_im):
+def real_steps(a, u, x, b, v, y):
+    return a * b, b * u + v, b * x + y
+
+
+@triton.jit
+def complex_step(a_re, a_im, u_re, u_im, b_re, b_im, v_re, v_im):
     return (
         a_re * b_re - a_im * b_im,
         a_re * b_im + a_im * b_re,
+        b_re * u_re - b_im * u_im + v_re,
+        b_re * u_im + b_im * u_re + v_im,
+    )
+
+
+@triton.jit
+def complex_steps(
+    a_re, a_im, u_re, u_im, x_re, x_im, b_re, b_im, v_re, v_im, y_re, y_im
+):  # fmt: skip
+    return (
+        a_re * b_re - a_im * b_im,
+        a_re * b_im + a_im * b_re,
+        b_re * u_re - b_im * u_im + v_re,
+        b_re * u_im + b_im * u_re + v_im,
         b_re * x_re - b_im * x_im + y_re,
         b_re * x_im + b_im * x_re + y_im,
     )
 
 
 @triton.jit
-def last_of(x, n, BACK: tl.constexpr, BLOCK: tl.constexpr):
+def last_of(x, BLOCK: tl.constexpr):
     """The entry that the next block starts from."""
-    return tl.sum(tl.where(n == (0 if BACK else BLOCK - 1), x, 0.0), 0, keep_dims=True)
+    return tl.sum(tl.where(tl.arange(0, BLOCK) == BLOCK - 1, x, 0.0), 0, keep_dims=True)
 
 
 @triton.jit
-def gaps(S, n, N, BACK: tl.constexpr):
-    """Distance to the rank before, in the direction of the walk, and whether there is one."""
-    here = tl.load(S + tl.minimum(n, N - 1))
-    if BACK:
-        gap, linked = tl.load(S + tl.minimum(n + 1, N - 1)) - here, n < N - 1
+def real_run(u, x, a, states, BOTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Running sums of a block that go on from states, and the states after it; of x if BOTH."""
+    if BOTH:
+        d, f, g = tl.associative_scan((a, u, x), 0, real_steps)
+        f += d * states[0]
+        g += d * states[1]
+        after = (last_of(f, BLOCK), last_of(g, BLOCK))
     else:
-        gap, linked = here - tl.load(S + tl.minimum(tl.maximum(n - 1, 0), N - 1)), (n > 0) & (n < N)
-    return gap, linked
+        d, f = tl.associative_scan((a, u), 0, real_step)
+        f += d * states[0]
+        g = f
+        after = (last_of(f, BLOCK),)
+    return f, g, after
 
 
 @triton.jit
-def real_run(x, a, state, i, BACK: tl.constexpr, BLOCK: tl.constexpr):
-    """Running sums of a block of ranks that go on from `state`, and the state after it."""
-    d, f = tl.associative_scan((a, x), 0, real_pair, reverse=BACK)
-    f += d * state
-    return f, last_of(f, i, BACK, BLOCK)
+def turned(f_re, f_im, d_re, d_im, s_re, s_im):
+    """f + d s, of complex numbers."""
+    return f_re + d_re * s_re - d_im * s_im, f_im + d_re * s_im + d_im * s_re
 
 
 @triton.jit
-def complex_run(x, a_re, a_im, s_re, s_im, i, BACK: tl.constexpr, BLOCK: tl.constexpr):
-    d_re, d_im, f_re, f_im = tl.associative_scan(
-        (a_re, a_im, x, tl.zeros_like(x)), 0, complex_pair, reverse=BACK
-    )
-    f_re += d_re * s_re - d_im * s_im
-    f_im += d_re * s_im + d_im * s_re
-    return f_re, f_im, last_of(f_re, i, BACK, BLOCK), last_of(f_im, i, BACK, BLOCK)
+def complex_run(u, x, a_re, a_im, states, BOTH: tl.constexpr, BLOCK: tl.constexpr):
+    zero = tl.zeros_like(u)
+    if BOTH:
+        d_re, d_im, f_re, f_im, g_re, g_im = tl.associative_scan(
+            (a_re, a_im, u, zero, x, zero), 0, complex_steps
+        )
+        f_re, f_im = turned(f_re, f_im, d_re, d_im, states[0], states[1])
+        g_re, g_im = turned(g_re, g_im, d_re, d_im, states[2], states[3])
+        after = (last_of(f_re, BLOCK), last_of(f_im, BLOCK))
+        after = after + (last_of(g_re, BLOCK), last_of(g_im, BLOCK))
+    else:
+        d_re, d_im, f_re, f_im = tl.associative_scan((a_re, a_im, u, zero), 0, complex_step)
+        f_re, f_im = turned(f_re, f_im, d_re, d_im, states[0], states[1])
+        g_re, g_im = f_re, f_im
+        after = (last_of(f_re, BLOCK), last_of(f_im, BLOCK))
+    return f_re, f_im, g_re, g_im, after
 
 
 @triton.jit
 def walk(
-    S, X, P, Y, SLOPE, length, inverse_width, N, BACK: tl.constexpr, GRAD: tl.constexpr,
+    S, X, P, Y, SLOPE, length, inverse_width, N, back, GRAD: tl.constexpr,
     RECIPROCAL: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
     EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -91,26 +122,29 @@ def walk(
     RECIPROCAL: x is one below `length` and zero from there on, and Y becomes one over ``κx``, or
     zero. With GRAD, Y is that already, and P is its gradient.
     """
-    i = tl.arange(0, BLOCK)
-    blocks = tl.cdiv(N, BLOCK)
+    each: tl.constexpr = (2 if COMPLEX else 1) * (2 if GRAD else 1)
+    groups: tl.constexpr = POLES if COMPLEX else (2 if GRAD else 1)
     states = ()
-    for _ in tl.static_range(4 * POLES):
+    for _ in tl.static_range(each * groups):
         states = states + (tl.zeros((1,), tl.float32),)
-    for step in range(blocks):
-        block = blocks - 1 - step if BACK else step
-        n = block * BLOCK + i
-        inside = n < N
+    for start in range(0, N, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < N
+        i = tl.minimum(i, N - 1)
+        n = tl.where(back, N - 1 - i, i)
+        before = tl.where(back, tl.minimum(n + 1, N - 1), tl.maximum(n - 1, 0))
+        linked = inside & (i > 0)
         if RECIPROCAL:
-            x = tl.where(n < length, 1.0, 0.0)
+            x = tl.where(inside & (n < length), 1.0, 0.0)
         else:
             x = tl.load(X + n, mask=inside, other=0.0)
         u = tl.load(P + n, mask=inside, other=0.0) if GRAD else x
         if GRAD and RECIPROCAL:
             scale = tl.load(Y + n, mask=inside, other=0.0)
             u = -u * scale * scale
-        gap, linked = gaps(S, n, N, BACK)
+        gap = tl.abs(tl.load(S + n) - tl.load(S + before))
         scaled = gap * inverse_width
-        y = -u if BACK else tl.zeros_like(u)
+        y = tl.where(back, -u, 0.0)  # what both directions would count
         u_slope = tl.zeros_like(u)
         x_slope = tl.zeros_like(u)
         after = ()
@@ -124,48 +158,39 @@ def walk(
                 size = tl.where(linked & (scaled <= 40.0), tl.exp(-p_re * capped), 0.0)
                 a_re = size * cosine(p_im * capped, EXACT)
                 a_im = size * cosine(p_im * capped + QUARTER, EXACT)
-                f_re, f_im, end_re, end_im = complex_run(
-                    u, a_re, a_im, states[4 * r], states[4 * r + 1], i, BACK, BLOCK
+                f_re, f_im, g_re, g_im, end = complex_run(
+                    u, x, a_re, a_im, states[each * r : each * r + each], GRAD, BLOCK
                 )
-                after = after + (end_re, end_im)
+                after = after + end
                 y += w_re * f_re - w_im * f_im
                 if GRAD:
                     v_re = w_re * p_re - w_im * p_im
                     v_im = w_re * p_im + w_im * p_re
                     u_slope += v_re * f_re - v_im * f_im
-                    f_re, f_im, end_re, end_im = complex_run(
-                        x, a_re, a_im, states[4 * r + 2], states[4 * r + 3], i, BACK, BLOCK
-                    )
-                    x_slope += v_re * f_re - v_im * f_im
-                after = after + (end_re, end_im)
+                    x_slope += v_re * g_re - v_im * g_im
         else:
             decay = tl.where(linked, tl.exp(-scaled), 0.0)
-            f, end = real_run(u, decay, states[0], i, BACK, BLOCK)
+            f, g, end = real_run(u, x, decay, states[:each], GRAD, BLOCK)
             y += f
-            if GRAD:
+            after = after + end
+            if GRAD:  # equal numbers are left out
                 same = tl.where(linked & (gap == 0.0), 1.0, 0.0)
-                tied, tied_end = real_run(u, same, states[1], i, BACK, BLOCK)
-                u_slope = f - tied
-                after = after + (end, tied_end)
-                f, end = real_run(x, decay, states[2], i, BACK, BLOCK)
-                tied, tied_end = real_run(x, same, states[3], i, BACK, BLOCK)
-                x_slope = f - tied
-                after = after + (end, tied_end)
-            else:
-                after = after + (end, end, end, end)
+                f_tied, g_tied, end = real_run(u, x, same, states[each:], GRAD, BLOCK)
+                u_slope = f - f_tied
+                x_slope = g - g_tied
+                after = after + end
         states = after
         if not (GRAD and RECIPROCAL):
-            if BACK:
-                y += tl.load(Y + n, mask=inside, other=0.0)
-                if RECIPROCAL:
-                    y = tl.where(n < length, 1.0 / tl.where(n < length, y, 1.0), 0.0)
+            y += tl.load(Y + n, mask=inside & back, other=0.0)
+            if RECIPROCAL:
+                present = n < length
+                one_over = tl.where(present, 1.0 / tl.where(present, y, 1.0), 0.0)
+                y = tl.where(back, one_over, y)
             tl.store(Y + n, y, mask=inside)
         if GRAD:
             slope = (u * x_slope + x * u_slope) * inverse_width
-            if BACK:
-                slope += tl.load(SLOPE + n, mask=inside, other=0.0)
-            else:
-                slope = -slope
+            slope = tl.where(back, slope, -slope)
+            slope += tl.load(SLOPE + n, mask=inside & back, other=0.0)
             tl.store(SLOPE + n, slope, mask=inside)
 
 
@@ -187,9 +212,9 @@ def column_kernel(
         P += at
         SLOPE += at
     inverse_width = tl.load(INVERSE_WIDTH + pair // L)
-    for back in tl.static_range(2):
+    for turn in range(2):
         walk(
-            S + at, X, P, Y + at, SLOPE, length, inverse_width, N, back == 1, GRAD, RECIPROCAL,
+            S + at, X, P, Y + at, SLOPE, length, inverse_width, N, turn == 1, GRAD, RECIPROCAL,
             TABLE, POLES, COMPLEX, EXACT, BLOCK,
         )  # fmt: skip
         tl.debug_barrier()  # the way back reads what the way there has written

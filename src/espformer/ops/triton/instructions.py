@@ -36,7 +36,7 @@ if INTERPRETED:  # the interpreter knows neither libdevice nor PTX
         return tl.exp2(-x * x)
 
     @triton.jit
-    def like_product(x, rows):
+    def like_product(x, rows, columns):
         return x
 
     @triton.jit
@@ -87,15 +87,15 @@ else:
         )  # fmt: skip
 
     @triton.jit
-    def like_product(x, rows):
-        """x itself, but held by the same threads as the matrix product ``rows rowsᵀ``.
+    def like_product(x, rows, columns):
+        """x itself, but held by the same threads as the matrix product ``rows columnsᵀ``.
 
         A matrix that is made from two vectors has no natural layout, and the compiler's choice
         would send every entry through shared memory on its way to the tensor cores. The layout of
         a product's result is the one that they take operands in. So here is a product, of rows
         that lie in shared memory anyway, and nobody looks at it.
         """
-        product = tl.dot(rows, tl.trans(rows))
+        product = tl.dot(rows, tl.trans(columns))
         return tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=f,f,f", [x, product], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -119,10 +119,29 @@ else:
 
 
 @triton.jit
+def exact_cosine(angle):
+    """Cosine of an angle up to a thousand, to the last bit or two of float32.
+
+    The library's has a branch for angles of any size, which makes up half of a kernel's code.
+    """
+    quarters = tl.floor(angle * (1 / QUARTER) + 0.5)
+    # π/2 in three parts; the first two are so short that their products are not rounded.
+    rest = angle - quarters * 1.5703125
+    rest = rest - quarters * 0.0004838705062866211
+    rest = rest + quarters * 4.371138828673793e-08
+    z = rest * rest
+    even = 1.0 + z * (z * (4.16666466e-02 + z * (-1.38873560e-03 + z * 2.44370787e-05)) - 0.5)
+    odd = rest + rest * z * (-0.1666665 + z * (0.00833197 - z * 0.00019494))
+    q = quarters.to(tl.int32)
+    y = tl.where((q & 1) == 0, even, odd)
+    return tl.where(((q + 1) & 2) == 0, y, -y)
+
+
+@triton.jit
 def cosine(angle, EXACT: tl.constexpr):
     """Large weights multiply the waves of float32 rows, and an error of 2^-21 with them."""
     if EXACT:
-        y = tl.cos(angle)
+        y = exact_cosine(angle)
     else:
         y = fast_cosine(angle)
     return y

@@ -13,15 +13,17 @@ from torch import Tensor
 
 from espformer.ops.exponentials import ABSOLUTE, GAUSSIAN, ExponentialSum
 from espformer.ops.triton.apply import apply_kernel, cross_kernel
-from espformer.ops.triton.grad import grad_kernel
+from espformer.ops.triton.instructions import INTERPRETED
 from espformer.ops.triton.states import link_kernel, scan_kernel, sums_kernel
 
 # Ranks of a chunk for 16-bit and for 32-bit rows (those are split in three: registers are short).
 CHUNK = {2: 64, 4: 16}
 # Chunks whose states are loaded together when they are scanned.
 AHEAD = 8
-# Registers per thread for 16-bit rows: with more of them fewer programs fit on a multiprocessor.
-REGISTERS = {"apply": 128, "cross": 128, "grad": 168}
+# Warps of a program, and registers of a thread, for 16-bit rows: "rows" is a plan applied, "grad"
+# its gradients, "both" the two at once. More registers, and fewer programs fit on a multiprocessor.
+WARPS = {"sums": 1, "rows": 4, "cross": 4, "grad": 4, "both": 4}
+REGISTERS = {"sums": 128, "rows": 96, "cross": 128, "grad": 128, "both": 168}
 
 
 def chunk_size(ranks: int, dtype: torch.dtype) -> int:
@@ -89,6 +91,12 @@ def _state_rows(metric: str, exact: bool, ties: bool) -> int:
     return 4 * len(exponentials(metric, exact).poles)
 
 
+def _state_dtype(x: Tensor, metric: str) -> torch.dtype:
+    """Of states: they meet 16-bit waves as 16-bit numbers, unless large weights cancel in them."""
+    short = x.element_size() == 2 and metric == "absolute" and not INTERPRETED
+    return torch.bfloat16 if short else torch.float32
+
+
 class PlanKernels:
     """The plans of some slices, ``final · κ_q · scale · κ_k · first``, and what is done with them.
 
@@ -117,21 +125,16 @@ class PlanKernels:
         ranks = values.shape[-1]
         chunks = triton.cdiv(ranks, chunk_size(ranks, x.dtype))
         rows = 0 if chunks == 1 else _state_rows(metric, x.element_size() == 4, backward)
-        bytes_ = (4 if backward else 2) * chunks * rows * (x.shape[-1] + rows) * 4
+        each = x.shape[-1] * _state_dtype(x, metric).itemsize + rows * 4
+        bytes_ = (4 if backward else 2) * chunks * rows * each
         if torch.are_deterministic_algorithms_enabled():
             bytes_ += (2 if backward else 1) * ranks * x.shape[-1] * 4
         return bytes_
 
     def apply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
         """Adds ``Σ_l weight_l plan_l x`` to `out`, or to a row per slice if it has slices."""
-        x_states, w_states = self._states(self.keys, x, self.queries, ties=False)
-        keys, queries = self.keys, self.queries
-        apply_kernel[self._grid](
-            x, keys.order, keys.factor, keys.values, keys.scale, queries.values, queries.scale,
-            queries.order, queries.factor, self.table, self.inverse_width, x_states, w_states,
-            weight, out, KEYS=x.shape[-2], QUERIES=out.shape[-2], ROWS=self._rows(ties=False),
-            ATOMIC=out.dim() == 3, **self._factors, **self._config(x, "apply"),
-        )  # fmt: skip
+        states = self._states(self.keys, x, self.queries, ties=False)
+        self._apply(self.keys, self.queries, x, weight, states, out)
 
     def cross(self, g: Tensor, x: Tensor, out: Tensor) -> None:
         """``⟨g, plan_l x⟩`` of every slice to `out`, (batch, L)."""
@@ -143,7 +146,8 @@ class PlanKernels:
             x, keys.order, keys.factor, keys.values, keys.scale, g, queries.order, queries.factor,
             queries.values, queries.scale, self.table, self.inverse_width, x_states, g_states,
             totals, KEYS=x.shape[-2], QUERIES=g.shape[-2], ROWS=self._rows(ties=False),
-            **self._factors, **self._config(x, "cross"),
+            HAS_FIRST=keys.factor is not None, HAS_FINAL=queries.factor is not None,
+            **self._config(x, "cross"),
         )  # fmt: skip
         if self.chunks > 1:
             torch.sum(totals, -1, out=out)
@@ -152,21 +156,40 @@ class PlanKernels:
         self, g: Tensor, x: Tensor, weight: Tensor, dx: Tensor, dg: Tensor | None, found: Gradients
     ) -> None:
         """Gradients of ``Σ_l weight_l ⟨g, plan_l x⟩``: adds to dx and dg, writes to `found`."""
-        x_states, w_states = self._states(self.keys, x, self.queries, ties=True)
-        g_states, p_states = self._states(self.queries, g, self.keys, ties=True)
-        keys, queries = self.keys, self.queries
+        x_states = self._states(self.keys, x, self.queries, ties=True)
+        g_states = self._states(self.queries, g, self.keys, ties=True)
         totals = self._by_chunk(found.weight)
-        grad_kernel[self._grid](
-            x, keys.order, keys.factor, keys.values, keys.scale, g, queries.order, queries.factor,
-            queries.values, queries.scale, self.table, self.inverse_width, weight,
-            x_states, w_states, g_states, p_states, dx, dg, found.key_values, found.query_values,
-            found.key_scale, found.query_scale, found.first, found.final, totals,
-            KEYS=x.shape[-2], QUERIES=g.shape[-2], ROWS=self._rows(ties=True),
-            WITH_G=dg is not None, ATOMIC=dx.dim() == 3, **self._factors,
-            **self._config(x, "grad"),
+        self._apply(
+            self.keys, self.queries, x, weight, x_states, dg, g, g_states[0], found.query_values,
+            found.final, totals, found.key_scale, found.query_scale,
+        )  # fmt: skip
+        self._apply(
+            self.queries, self.keys, g, weight, g_states, dx, x, x_states[0], found.key_values,
+            found.first,
         )  # fmt: skip
         if self.chunks > 1:
             torch.sum(totals, -1, out=found.weight)
+
+    def _apply(
+        self, keys: Side, queries: Side, x: Tensor, weight: Tensor,
+        states: tuple[Tensor | None, Tensor | None], out: Tensor | None, g: Tensor | None = None,
+        g_states: Tensor | None = None, d_values: Tensor | None = None,
+        d_final: Tensor | None = None, totals: Tensor | None = None,
+        d_key_scale: Tensor | None = None, d_query_scale: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """The plan from one side to the other, and with g its gradients on the other side."""
+        kernel = "rows" if g is None else "grad" if out is None or totals is None else "both"
+        rows = out if g is None else g
+        assert rows is not None
+        apply_kernel[self._grid](
+            x, keys.order, keys.factor, keys.values, keys.scale, queries.order, queries.factor,
+            queries.values, queries.scale, self.table, self.inverse_width, weight, *states, out,
+            g, g_states, d_values, d_final, totals, d_key_scale, d_query_scale,
+            KEYS=x.shape[-2], QUERIES=rows.shape[-2],
+            ROWS=self._rows(ties=g is not None), HAS_FIRST=keys.factor is not None,
+            HAS_FINAL=queries.factor is not None, ATOMIC=out is None or out.dim() == 3,
+            **self._config(x, kernel),
+        )  # fmt: skip
 
     def _rows(self, ties: bool) -> int:
         """State rows of a chunk; none where one chunk has all ranks."""
@@ -182,22 +205,20 @@ class PlanKernels:
     def _grid(self) -> tuple[int]:
         return (self.batch * self.slices * self.chunks,)
 
-    @property
-    def _factors(self) -> dict[str, bool]:
-        return {
-            "HAS_FIRST": self.keys.factor is not None,
-            "HAS_FINAL": self.queries.factor is not None,
-        }
-
-    def _config(self, x: Tensor, kernel: str = "") -> dict[str, Any]:
+    def _config(self, x: Tensor, kernel: str) -> dict[str, Any]:
         width = x.shape[-1]
         block_d = column_block(width, self.exact)
-        bound = {} if self.exact or not kernel else {"maxnreg": REGISTERS[kernel]}
-        return bound | {
+        if self.exact:
+            tuned = {"num_warps": 1 if kernel == "sums" else 2}
+        else:
+            warps = 2 if kernel == "sums" and self.complex else WARPS[kernel]
+            tuned = {"num_warps": min(warps, self.chunk // 16)}
+            if not self.complex:
+                tuned["maxnreg"] = REGISTERS[kernel]
+        return tuned | {
             "N": self.ranks, "HEADS": self.batch, "L": self.slices, "CHUNKS": self.chunks,
             "D": width, "COMPLEX": self.complex, "BLOCK_D": block_d, "C": self.chunk,
             "EVEN": width % block_d == 0 and self.ranks % self.chunk == 0,
-            "num_warps": 2 if self.exact else max(1, self.chunk // 16),
         }  # fmt: skip
 
     def _states(
@@ -208,16 +229,18 @@ class PlanKernels:
         if rows == 0:
             return None, None
         shape = (self.batch, self.slices, self.chunks, rows)
-        states = torch.empty(*shape, x.shape[-1], device=x.device, dtype=torch.float32)
+        states = torch.empty(
+            *shape, x.shape[-1], device=x.device, dtype=_state_dtype(x, self.metric)
+        )
         after = links = None
         if onward is not None:
             after = torch.empty_like(states)
-            links = states.new_empty(*shape, rows)
+            links = torch.empty(*shape, rows, device=x.device, dtype=torch.float32)
         other = side if onward is None else onward
         sums_kernel[self._grid](
             x, side.order, side.factor, side.values, other.values, side.scale, other.scale,
             self.table, self.inverse_width, states, after, links, TOKENS=x.shape[-2], ROWS=rows,
-            SCALED=side.factor is not None, THROUGH=onward is not None, **self._config(x),
+            SCALED=side.factor is not None, THROUGH=onward is not None, **self._config(x, "sums"),
         )  # fmt: skip
         self._scan(side, states, None, None)
         if after is not None and self.complex:

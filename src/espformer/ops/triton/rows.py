@@ -25,15 +25,14 @@ def load_rows(X, SCALE, tokens, n, N, d, D: tl.constexpr, SCALED: tl.constexpr, 
 
 @triton.jit
 def add_rows(
-    OUT, SCALE, weight, y, tokens, pair, head, n, N, TOKENS, d, D: tl.constexpr,
+    OUT, SCALE, y, tokens, pair, head, n, N, TOKENS, d, D: tl.constexpr,
     SCALED: tl.constexpr, ATOMIC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Adds ``weight · scale · y`` to the rows of the tokens at ranks n.
+    """Adds ``scale · y`` to the rows of the tokens at ranks n.
 
     Not ATOMIC: every slice stores rows of its own; ranks whose scale is zero are left out.
     """
     here = (n[:, None] < N) & (d[None, :] < D)
-    y = y * weight
     if SCALED:
         scale = tl.load(SCALE + n, mask=n < N, other=0.0)[:, None]
         y = y * scale

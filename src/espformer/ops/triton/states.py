@@ -76,7 +76,7 @@ def sums_kernel(
             TABLE, t, t_first, t_last, inverse_width, "in", COMPLEX, ROWS, exact, after
         )
         x = load_rows(X, X_SCALE, tokens, n, N, tl.arange(0, BLOCK_D), D, SCALED, EVEN)
-        k, _ = near(s, first, x, inverse_width, COMPLEX, exact)
+        k, _ = near(s, first, None, inverse_width, COMPLEX, exact)
         r = tl.arange(0, STATE_ROWS) - after
         kept = (r >= 0) & (r < ROWS)
         LINKS += (pair * CHUNKS + chunk) * ROWS * ROWS
@@ -172,15 +172,15 @@ def scan_kernel(
             chunk = tl.where(rightwards, i + u, CHUNKS - 1 - i - u)
             at = (chunk * ROWS + row)[:, None] * D + d[None, :]
             mask = inside & (i + u < CHUNKS)
-            own = tl.load(STATES + at, mask=mask, other=0.0)
+            own = tl.load(STATES + at, mask=mask, other=0.0).to(tl.float32)
             if COMPLEX:
                 owns = owns + (own, tl.load(STATES + at + D, mask=mask, other=0.0))
             else:
                 if THROUGH:
                     here = i + u < CHUNKS
                     states = FROM + chunk * ROWS * D + d
-                    left = tl.load(states, mask=(d < D) & here, other=0.0)
-                    right = tl.load(states + D, mask=(d < D) & here, other=0.0)
+                    left = tl.load(states, mask=(d < D) & here, other=0.0).to(tl.float32)
+                    right = tl.load(states + D, mask=(d < D) & here, other=0.0).to(tl.float32)
                     links = LINKS + (chunk * ROWS + row) * ROWS
                     own += tl.load(links, mask=here, other=0.0)[:, None] * left[None, :]
                     own += tl.load(links + 1, mask=here, other=0.0)[:, None] * right[None, :]
