@@ -20,7 +20,7 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         monkeypatch.setattr(launch, "CHUNK", {2: 4, 4: 4})
-        monkeypatch.setattr(launch, "AHEAD", 2)
+        monkeypatch.setattr(launch, "AHEAD", (2, 2))
 
 
 def numbers(*shape: int) -> Tensor:

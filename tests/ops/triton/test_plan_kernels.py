@@ -17,7 +17,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter is slow: without a GPU, chunks of four ranks make several from few tokens."""
     if DEVICE == "cpu":
         monkeypatch.setattr(launch, "CHUNK", {2: 4, 4: 4})
-        monkeypatch.setattr(launch, "AHEAD", 2)
+        monkeypatch.setattr(launch, "AHEAD", (2, 2))
 
 
 CASES = [

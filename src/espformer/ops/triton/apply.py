@@ -53,7 +53,7 @@ def apply_kernel(
     """Adds the plan of one slice, applied to the rows of the keys, to the rows of the queries: OUT.
 
     With rows G: the gradients of ``weight · ⟨g, plan x⟩`` in the queries' numbers and in FINAL and,
-    with TOTALS, in both scales; TOTALS gets ``⟨g, plan x⟩`` without the weight, by chunk.
+    with D_K_SCALE, in both scales; TOTALS gets ``⟨g, plan x⟩`` without the weight, by chunk.
     """
     pair, head, chunk = place(HEADS, L, CHUNKS)
     n = chunk * C + tl.arange(0, C)
@@ -77,7 +77,7 @@ def apply_kernel(
     weight = tl.load(WEIGHT + pair)
     scale = k_scale * q_scale
     early, late = weight, 1.0  # W has the weight, and its states get it
-    if TOTALS is not None:  # but these are wanted without it
+    if TOTALS is not None:  # which are wanted without it
         early, late = 1.0, weight
     scale *= early
     exact: tl.constexpr = X.dtype.element_ty == tl.float32
@@ -100,7 +100,7 @@ def apply_kernel(
         leave = leaving(TABLE, t, t_first, t_last, inverse_width, x, x_states, COMPLEX, ROWS)
         if G is not None:
             m = transposed_product(w, g)
-            if TOTALS is not None:
+            if D_K_SCALE is not None:
                 dots += tl.sum(k * m, 1)
             if HAS_FINAL:
                 final_dots -= tl.sum(k * m, 1)
@@ -110,7 +110,7 @@ def apply_kernel(
                 final_dots += tl.sum(k * m, 1)
             if ROWS > 0:
                 far = on_states(w, g_states, COMPLEX)
-                if TOTALS is not None:
+                if D_K_SCALE is not None:
                     dots += tl.sum(leave * far, 1)
                 behind = on_states(g, w_states, COMPLEX) * early
                 if HAS_FINAL:
@@ -133,6 +133,7 @@ def apply_kernel(
             tl.store(D_FINAL + ranks + n, over(final_dots * late, factor), mask=inside)
         if TOTALS is not None:
             tl.store(TOTALS + pair * CHUNKS + chunk, tl.sum(dots, 0))
+        if D_K_SCALE is not None:
             dots *= late
             tl.store(D_K_SCALE + ranks + n, over(dots, k_scale), mask=inside)
             tl.store(D_Q_SCALE + ranks + n, over(dots, q_scale), mask=inside)

@@ -63,24 +63,36 @@ def complex_steps(
 
 
 @triton.jit
-def last_of(x, BLOCK: tl.constexpr):
+def last_of(x, BACK: tl.constexpr, BLOCK: tl.constexpr):
     """The entry that the next block starts from."""
-    return tl.sum(tl.where(tl.arange(0, BLOCK) == BLOCK - 1, x, 0.0), 0, keep_dims=True)
+    last: tl.constexpr = 0 if BACK else BLOCK - 1
+    return tl.sum(tl.where(tl.arange(0, BLOCK) == last, x, 0.0), 0, keep_dims=True)
 
 
 @triton.jit
-def real_run(u, x, a, states, BOTH: tl.constexpr, BLOCK: tl.constexpr):
+def gaps(S, n, N, BACK: tl.constexpr):
+    """Distance to the rank before, in the direction of the walk, and whether there is one."""
+    here = tl.load(S + tl.minimum(n, N - 1))
+    if BACK:
+        gap, linked = tl.load(S + tl.minimum(n + 1, N - 1)) - here, n < N - 1
+    else:
+        gap, linked = here - tl.load(S + tl.minimum(tl.maximum(n - 1, 0), N - 1)), (n > 0) & (n < N)
+    return gap, linked
+
+
+@triton.jit
+def real_run(u, x, a, states, BOTH: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr):
     """Running sums of a block that go on from states, and the states after it; of x if BOTH."""
     if BOTH:
-        d, f, g = tl.associative_scan((a, u, x), 0, real_steps)
+        d, f, g = tl.associative_scan((a, u, x), 0, real_steps, reverse=BACK)
         f += d * states[0]
         g += d * states[1]
-        after = (last_of(f, BLOCK), last_of(g, BLOCK))
+        after = (last_of(f, BACK, BLOCK), last_of(g, BACK, BLOCK))
     else:
-        d, f = tl.associative_scan((a, u), 0, real_step)
+        d, f = tl.associative_scan((a, u), 0, real_step, reverse=BACK)
         f += d * states[0]
         g = f
-        after = (last_of(f, BLOCK),)
+        after = (last_of(f, BACK, BLOCK),)
     return f, g, after
 
 
@@ -91,106 +103,110 @@ def turned(f_re, f_im, d_re, d_im, s_re, s_im):
 
 
 @triton.jit
-def complex_run(u, x, a_re, a_im, states, BOTH: tl.constexpr, BLOCK: tl.constexpr):
+def complex_run(
+    u, x, a_re, a_im, states, BOTH: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr
+):
     zero = tl.zeros_like(u)
     if BOTH:
         d_re, d_im, f_re, f_im, g_re, g_im = tl.associative_scan(
-            (a_re, a_im, u, zero, x, zero), 0, complex_steps
+            (a_re, a_im, u, zero, x, zero), 0, complex_steps, reverse=BACK
         )
         f_re, f_im = turned(f_re, f_im, d_re, d_im, states[0], states[1])
         g_re, g_im = turned(g_re, g_im, d_re, d_im, states[2], states[3])
-        after = (last_of(f_re, BLOCK), last_of(f_im, BLOCK))
-        after = after + (last_of(g_re, BLOCK), last_of(g_im, BLOCK))
+        after = (last_of(f_re, BACK, BLOCK), last_of(f_im, BACK, BLOCK))
+        after = after + (last_of(g_re, BACK, BLOCK), last_of(g_im, BACK, BLOCK))
     else:
-        d_re, d_im, f_re, f_im = tl.associative_scan((a_re, a_im, u, zero), 0, complex_step)
+        d_re, d_im, f_re, f_im = tl.associative_scan(
+            (a_re, a_im, u, zero), 0, complex_step, reverse=BACK
+        )
         f_re, f_im = turned(f_re, f_im, d_re, d_im, states[0], states[1])
         g_re, g_im = f_re, f_im
-        after = (last_of(f_re, BLOCK), last_of(f_im, BLOCK))
+        after = (last_of(f_re, BACK, BLOCK), last_of(f_im, BACK, BLOCK))
     return f_re, f_im, g_re, g_im, after
 
 
 @triton.jit
+def entry(TABLE: tl.constexpr, WHICH: tl.constexpr, pole, POLES: tl.constexpr):
+    """One of the four numbers that the table has for each pole: weight and pole, Re and Im."""
+    found = TABLE[WHICH]
+    for i in tl.static_range(1, POLES):
+        found = tl.where(pole == i, TABLE[4 * i + WHICH], found)
+    return found
+
+
+@triton.jit
 def walk(
-    S, X, P, Y, SLOPE, length, inverse_width, N, back, GRAD: tl.constexpr,
+    S, X, P, Y, SLOPE, length, inverse_width, N, pole, BACK: tl.constexpr, GRAD: tl.constexpr,
     RECIPROCAL: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
     EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One direction, the walk to the right first: its share of ``κx`` is stored, or added to Y.
+    """One pole in one direction; every walk but the first adds its share of ``κx`` to Y.
 
     GRAD: of ``κp`` instead, and its share of ``p · κ'x + x · κ'p`` goes to SLOPE.
 
     RECIPROCAL: x is one below `length` and zero from there on, and Y becomes one over ``κx``, or
     zero. With GRAD, Y is that already, and P is its gradient.
     """
+    if COMPLEX:
+        w_re, w_im = entry(TABLE, 0, pole, POLES), entry(TABLE, 1, pole, POLES)
+        p_re, p_im = entry(TABLE, 2, pole, POLES), entry(TABLE, 3, pole, POLES)
+        v_re = w_re * p_re - w_im * p_im
+        v_im = w_re * p_im + w_im * p_re
+    added = (pole > 0) | BACK
     each: tl.constexpr = (2 if COMPLEX else 1) * (2 if GRAD else 1)
-    groups: tl.constexpr = POLES if COMPLEX else (2 if GRAD else 1)
     states = ()
-    for _ in tl.static_range(each * groups):
+    for _ in tl.static_range(2 * each if GRAD and not COMPLEX else each):
         states = states + (tl.zeros((1,), tl.float32),)
-    for start in range(0, N, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        inside = i < N
-        i = tl.minimum(i, N - 1)
-        n = tl.where(back, N - 1 - i, i)
-        before = tl.where(back, tl.minimum(n + 1, N - 1), tl.maximum(n - 1, 0))
-        linked = inside & (i > 0)
+    blocks = tl.cdiv(N, BLOCK)
+    for step in range(blocks):
+        block = blocks - 1 - step if BACK else step
+        n = block * BLOCK + tl.arange(0, BLOCK)
+        inside = n < N
         if RECIPROCAL:
-            x = tl.where(inside & (n < length), 1.0, 0.0)
+            x = tl.where(n < length, 1.0, 0.0)
         else:
             x = tl.load(X + n, mask=inside, other=0.0)
         u = tl.load(P + n, mask=inside, other=0.0) if GRAD else x
         if GRAD and RECIPROCAL:
             scale = tl.load(Y + n, mask=inside, other=0.0)
             u = -u * scale * scale
-        gap = tl.abs(tl.load(S + n) - tl.load(S + before))
+        gap, linked = gaps(S, n, N, BACK)
         scaled = gap * inverse_width
-        y = tl.where(back, -u, 0.0)  # what both directions would count
-        u_slope = tl.zeros_like(u)
-        x_slope = tl.zeros_like(u)
-        after = ()
         if COMPLEX:
-            for r in tl.static_range(POLES):
-                w_re = TABLE[4 * r]
-                w_im = TABLE[4 * r + 1]
-                p_re = TABLE[4 * r + 2]
-                p_im = TABLE[4 * r + 3]
-                capped = tl.minimum(scaled, 40.0)
-                size = tl.where(linked & (scaled <= 40.0), tl.exp(-p_re * capped), 0.0)
-                a_re = size * cosine(p_im * capped, EXACT)
-                a_im = size * cosine(p_im * capped + QUARTER, EXACT)
-                f_re, f_im, g_re, g_im, end = complex_run(
-                    u, x, a_re, a_im, states[each * r : each * r + each], GRAD, BLOCK
-                )
-                after = after + end
-                y += w_re * f_re - w_im * f_im
-                if GRAD:
-                    v_re = w_re * p_re - w_im * p_im
-                    v_im = w_re * p_im + w_im * p_re
-                    u_slope += v_re * f_re - v_im * f_im
-                    x_slope += v_re * g_re - v_im * g_im
+            capped = tl.minimum(scaled, 40.0)
+            size = tl.where(linked & (scaled <= 40.0), tl.exp(-p_re * capped), 0.0)
+            a_re = size * cosine(p_im * capped, EXACT)
+            a_im = size * cosine(p_im * capped + QUARTER, EXACT)
+            f_re, f_im, g_re, g_im, states = complex_run(
+                u, x, a_re, a_im, states, GRAD, BACK, BLOCK
+            )
+            y = w_re * f_re - w_im * f_im
+            u_slope = v_re * f_re - v_im * f_im
+            x_slope = v_re * g_re - v_im * g_im
         else:
             decay = tl.where(linked, tl.exp(-scaled), 0.0)
-            f, g, end = real_run(u, x, decay, states[:each], GRAD, BLOCK)
-            y += f
-            after = after + end
+            y, x_slope, after = real_run(u, x, decay, states[:each], GRAD, BACK, BLOCK)
+            u_slope = y
             if GRAD:  # equal numbers are left out
                 same = tl.where(linked & (gap == 0.0), 1.0, 0.0)
-                f_tied, g_tied, end = real_run(u, x, same, states[each:], GRAD, BLOCK)
-                u_slope = f - f_tied
-                x_slope = g - g_tied
+                u_tied, x_tied, end = real_run(u, x, same, states[each:], GRAD, BACK, BLOCK)
+                u_slope = y - u_tied
+                x_slope -= x_tied
                 after = after + end
-        states = after
+            states = after
         if not (GRAD and RECIPROCAL):
-            y += tl.load(Y + n, mask=inside & back, other=0.0)
-            if RECIPROCAL:
-                present = n < length
-                one_over = tl.where(present, 1.0 / tl.where(present, y, 1.0), 0.0)
-                y = tl.where(back, one_over, y)
+            if BACK:  # both directions count the rank itself
+                y -= tl.where(pole == 0, u, 0.0)
+            y += tl.load(Y + n, mask=inside & added, other=0.0)
+            if BACK and RECIPROCAL:
+                one_over = tl.where(n < length, 1.0 / tl.where(n < length, y, 1.0), 0.0)
+                y = tl.where(pole == POLES - 1, one_over, y)
             tl.store(Y + n, y, mask=inside)
         if GRAD:
             slope = (u * x_slope + x * u_slope) * inverse_width
-            slope = tl.where(back, slope, -slope)
-            slope += tl.load(SLOPE + n, mask=inside & back, other=0.0)
+            if not BACK:
+                slope = -slope
+            slope += tl.load(SLOPE + n, mask=inside & added, other=0.0)
             tl.store(SLOPE + n, slope, mask=inside)
 
 
@@ -212,12 +228,13 @@ def column_kernel(
         P += at
         SLOPE += at
     inverse_width = tl.load(INVERSE_WIDTH + pair // L)
-    for turn in range(2):
-        walk(
-            S + at, X, P, Y + at, SLOPE, length, inverse_width, N, turn == 1, GRAD, RECIPROCAL,
-            TABLE, POLES, COMPLEX, EXACT, BLOCK,
-        )  # fmt: skip
-        tl.debug_barrier()  # the way back reads what the way there has written
+    for back in tl.static_range(2):
+        for pole in range(POLES):
+            walk(
+                S + at, X, P, Y + at, SLOPE, length, inverse_width, N, pole, back == 1, GRAD,
+                RECIPROCAL, TABLE, POLES, COMPLEX, EXACT, BLOCK,
+            )  # fmt: skip
+            tl.debug_barrier()  # the next walk reads what this one has written
 
 
 def _config(values: Tensor, metric: str, exact: bool) -> dict[str, Any]:

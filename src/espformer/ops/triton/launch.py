@@ -18,8 +18,8 @@ from espformer.ops.triton.states import link_kernel, scan_kernel, sums_kernel
 
 # Ranks of a chunk for 16-bit and for 32-bit rows (those are split in three: registers are short).
 CHUNK = {2: 64, 4: 16}
-# Chunks whose states are loaded together when they are scanned.
-AHEAD = 8
+# Chunks whose states are loaded together when they are scanned: real ones, complex ones.
+AHEAD = 8, 4
 # Warps of a program, and registers of a thread, for 16-bit rows: "rows" is a plan applied, "grad"
 # its gradients, "both" the two at once. More registers, and fewer programs fit on a multiprocessor.
 WARPS = {"sums": 1, "rows": 4, "cross": 4, "grad": 4, "both": 4}
@@ -50,7 +50,7 @@ class Side(NamedTuple):
 class Gradients(NamedTuple):
     """Room for what the backward of plans finds; None where there is nothing to differentiate."""
 
-    weight: Tensor  # (batch, L), without the weight in it; all others (batch, L, N), with it
+    weight: Tensor | None  # (batch, L); all others (batch, L, N)
     query_values: Tensor
     key_values: Tensor
     query_scale: Tensor
@@ -158,7 +158,7 @@ class PlanKernels:
         """Gradients of ``Σ_l weight_l ⟨g, plan_l x⟩``: adds to dx and dg, writes to `found`."""
         x_states = self._states(self.keys, x, self.queries, ties=True)
         g_states = self._states(self.queries, g, self.keys, ties=True)
-        totals = self._by_chunk(found.weight)
+        totals = None if found.weight is None else self._by_chunk(found.weight)
         self._apply(
             self.keys, self.queries, x, weight, x_states, dg, g, g_states[0], found.query_values,
             found.final, totals, found.key_scale, found.query_scale,
@@ -167,7 +167,7 @@ class PlanKernels:
             self.queries, self.keys, g, weight, g_states, dx, x, x_states[0], found.key_values,
             found.first,
         )  # fmt: skip
-        if self.chunks > 1:
+        if totals is not None and self.chunks > 1:
             torch.sum(totals, -1, out=found.weight)
 
     def _apply(
@@ -178,7 +178,7 @@ class PlanKernels:
         d_key_scale: Tensor | None = None, d_query_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
         """The plan from one side to the other, and with g its gradients on the other side."""
-        kernel = "rows" if g is None else "grad" if out is None or totals is None else "both"
+        kernel = "rows" if g is None else "grad" if out is None or d_key_scale is None else "both"
         rows = out if g is None else g
         assert rows is not None
         apply_kernel[self._grid](
@@ -265,5 +265,5 @@ class PlanKernels:
             N=self.ranks, L=self.slices, CHUNKS=self.chunks, D=width, COMPLEX=self.complex,
             ROWS=rows, THROUGH=before is not None,
             BLOCK_R=triton.next_power_of_2(rows // (4 if self.complex else 2)),
-            BLOCK_D=block_d, C=self.chunk, AHEAD=AHEAD, EXACT=self.exact, num_warps=1,
+            BLOCK_D=block_d, C=self.chunk, AHEAD=AHEAD[self.complex], EXACT=self.exact, num_warps=1,
         )  # fmt: skip

@@ -105,9 +105,11 @@ def _(query: Tensor, key: Tensor, query_values: Tensor, *_: Any) -> Tensor:
     return query_values.new_empty(query_values.shape[:2])
 
 
-def _new_gradients(values: Tensor, first: Tensor | None, final: Tensor | None) -> list[Tensor]:
+def _new_gradients(
+    values: Tensor, first: Tensor | None, final: Tensor | None, weight: bool
+) -> list[Tensor]:
     """Room for the fields of `Gradients`; empty where there is nothing to differentiate."""
-    sliced = [values.new_empty(values.shape[:2])]
+    sliced = [values.new_empty(values.shape[:2] if weight else 0)]
     ranked = [values.new_empty(values.shape) for _ in range(4)]
     return sliced + ranked + [values.new_empty(0 if x is None else x.shape) for x in (first, final)]
 
@@ -121,12 +123,12 @@ def plans_backward(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of ``Σ_l weight_l ⟨upstream, plan_l V⟩``.
 
-    Returns dV, the fields of `Gradients`, and the gradient of `upstream` if asked for. What does
-    not exist is empty.
+    Returns dV, the fields of `Gradients`, and the gradient of `upstream`: either that, if asked
+    for, or that of the weight. What does not exist is empty.
     """
     d_value = torch.zeros_like(value, dtype=torch.float32)
     d_upstream = torch.zeros_like(upstream, dtype=torch.float32) if with_upstream else None
-    found = _new_gradients(query_values, first, final)
+    found = _new_gradients(query_values, first, final, not with_upstream)
     for group, plans in _groups(
         value, query_values, key_values, query_order, key_order, inverse_width, query_scale,
         key_scale, first, final, metric, backward=True,
@@ -152,7 +154,7 @@ def _(
     with_upstream: bool,
 ) -> list[Tensor]:  # fmt: skip
     end = upstream.new_empty(upstream.shape) if with_upstream else value.new_empty(0)
-    found = _new_gradients(query_values, first, final)
+    found = _new_gradients(query_values, first, final, not with_upstream)
     return [value.new_empty(value.shape), *found, end]
 
 

@@ -167,17 +167,18 @@ def scan_kernel(
     state = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     state_im = state
     for i in range(0, CHUNKS, AHEAD):
+        # All loads come before the first store: none could move across it.
         owns = ()
+        gaps = ()
         for u in tl.static_range(AHEAD):
+            here = i + u < CHUNKS
             chunk = tl.where(rightwards, i + u, CHUNKS - 1 - i - u)
             at = (chunk * ROWS + row)[:, None] * D + d[None, :]
-            mask = inside & (i + u < CHUNKS)
-            own = tl.load(STATES + at, mask=mask, other=0.0).to(tl.float32)
+            own = tl.load(STATES + at, mask=inside & here, other=0.0).to(tl.float32)
             if COMPLEX:
-                owns = owns + (own, tl.load(STATES + at + D, mask=mask, other=0.0))
+                owns = owns + (own, tl.load(STATES + at + D, mask=inside & here, other=0.0))
             else:
                 if THROUGH:
-                    here = i + u < CHUNKS
                     states = FROM + chunk * ROWS * D + d
                     left = tl.load(states, mask=(d < D) & here, other=0.0).to(tl.float32)
                     right = tl.load(states + D, mask=(d < D) & here, other=0.0).to(tl.float32)
@@ -185,17 +186,17 @@ def scan_kernel(
                     own += tl.load(links, mask=here, other=0.0)[:, None] * left[None, :]
                     own += tl.load(links + 1, mask=here, other=0.0)[:, None] * right[None, :]
                 owns = owns + (own,)
+            # From where the state and the chunk's sums are measured to the next chunk's near end.
+            near_end = number(S, chunk * C + tl.where(rightwards, 0, C - 1), N)
+            far_end = number(S, chunk * C + tl.where(rightwards, C - 1, 0), N)
+            beyond = number(S, chunk * C + tl.where(rightwards, C, -1), N)
+            across, step = tl.abs(beyond - near_end), tl.abs(beyond - far_end)
+            gaps = gaps + (across * inverse_width, step * inverse_width)
         for u in tl.static_range(AHEAD):
             chunk = tl.where(rightwards, i + u, CHUNKS - 1 - i - u)
             at = (chunk * ROWS + row)[:, None] * D + d[None, :]
             mask = inside & (i + u < CHUNKS)
-            first = number(S, chunk * C, N)
-            last = number(S, chunk * C + C - 1, N)
-            before = number(S, chunk * C - 1, N)
-            beyond = number(S, chunk * C + C, N)
-            # From where the state and the chunk's sums are measured to the next chunk's near end.
-            across = tl.where(rightwards, beyond - first, last - before) * inverse_width
-            step = tl.where(rightwards, beyond - last, first - before) * inverse_width
+            across, step = gaps[2 * u], gaps[2 * u + 1]
             tl.store(STATES + at, state, mask=mask)
             if COMPLEX:
                 tl.store(STATES + at + D, state_im, mask=mask)
