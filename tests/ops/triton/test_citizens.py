@@ -61,7 +61,10 @@ def test_soft_operators(name: str) -> None:
         "sorted_column": (sorted_column, (scale, values, width, "absolute", True)),
         "row_scales": (row_scales, (values, torch.full((1,), 4).int(), width, "absolute", True)),
         "centre_rows": (norms.centre_rows, (rows, numbers(1, 4), None, 0.5)),
-        "norm_costs": (norms.norm_costs, (torch.rand(1, 6, device=DEVICE), order, scale)),
+        "norm_costs": (
+            norms.norm_costs,
+            (torch.rand(1, 6, device=DEVICE), order, scale, None, values, width, "absolute", True),
+        ),
     }
     operator, arguments = calls[name]
     torch.library.opcheck(operator.custom, arguments, test_utils=CHECKS)

@@ -100,6 +100,10 @@ for table in (ABSOLUTE, GAUSSIAN[4]):
     ones = poles | dict(RECIPROCAL=True, X=None)
     build(column_kernel, ones | dict(GRAD=False, P=None, SLOPE=None), warps=1)
     build(column_kernel, ones | dict(GRAD=True), warps=1)
+    build(norm_kernel, poles, warps=1)
+    build(norm_kernel, poles | dict(FACTOR=None), warps=1)
+    build(norm_grad_kernel, poles | dict(ATOMIC=False), warps=1)
+    build(norm_grad_kernel, poles | dict(ATOMIC=True, FACTOR=None, D_FACTOR=None), warps=1)
 centre = dict(MASKED=True, D=64, BLOCK_N=64, BLOCK_D=64)
 half = dict(scale="fp32", MASK="*u8", X="*bf16", ROWS="*bf16", D_ROWS="*bf16", DX="*bf16")
 build(centre_kernel, centre, **half)
@@ -109,8 +113,6 @@ build(gather_kernel, rows, warps=32, X="*bf16")
 for distance in (False, True):
     build(pair_kernel, rows | dict(DISTANCE=distance), warps=32, X="*bf16", Y="*bf16")
 build(compose_kernel, dict(BLOCK=256), OUT="*i32")
-build(norm_kernel, dict(BLOCK=256))
-build(norm_grad_kernel, dict(ATOMIC=True, BLOCK=256))
 for kind in ("*i16", "*i32"):
     pack = dict(MASKED=True, BLOCK_N=64, BLOCK_D=64)
     build(pack_kernel, pack, X="*bf16", Y="*bf16", MASK="*u8", OUT=kind)
@@ -140,4 +142,4 @@ def test_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert len(run.stdout.splitlines()) == 97
+    assert len(run.stdout.splitlines()) == 103

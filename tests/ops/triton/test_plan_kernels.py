@@ -63,8 +63,9 @@ class Side:
 
 
 def close(got: Tensor, expected: Tensor) -> None:
+    """Within what float32 leaves of the squared metric, whose weights are large and cancel."""
     torch.testing.assert_close(
-        got.double(), expected, rtol=0, atol=2e-5 * (1 + expected.abs().max())
+        got.double(), expected, rtol=0, atol=3e-5 * (1 + expected.abs().max())
     )
 
 
@@ -130,6 +131,41 @@ def test_columns(
     found, slope = column.sorted_column_backward(p, x, side.values, inverse_width, metric, True)
     close(found, (side.matrix @ p.double().unsqueeze(-1)).squeeze(-1))
     close(slope, side.slopes(x.double().unsqueeze(-1), p.double().unsqueeze(-1)))
+
+
+@pytest.mark.parametrize("balanced", [False, True], ids=["rows", "balanced"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["added", "by slice"])
+@pytest.mark.parametrize(("metric", "t"), [("absolute", 0.3), ("squared", 0.1)])
+def test_norm_costs(
+    monkeypatch: pytest.MonkeyPatch, metric: str, t: float, deterministic: bool, balanced: bool
+) -> None:
+    """Squared norms through several blocks, with ties, and the gradient of everything."""
+    monkeypatch.setattr(column, "BLOCK", 4)
+    monkeypatch.setattr(column, "LEAST_BLOCK", 4)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    batch, slices, ranks = 2, 3, 11
+    side = Side(metric, batch, slices, ranks, 1, t)
+    square, given = torch.rand(batch, ranks), torch.rand(batch, slices, ranks)
+    factor = torch.rand(batch, slices, ranks) + 0.5
+    square, given, factor = (x.to(DEVICE).requires_grad_() for x in (square, given, factor))
+    values = side.values.requires_grad_()
+    inverse_width = torch.full((batch,), side.rate, device=DEVICE)
+    out = norms.norm_costs(
+        square, side.order.int(), given, factor if balanced else None, values, inverse_width,
+        metric, True,
+    )  # fmt: skip
+    gathered = square.double().unsqueeze(1).expand(-1, slices, -1).gather(-1, side.order.long())
+    x = gathered * factor.double() if balanced else gathered
+    kx = (side.matrix @ x.unsqueeze(-1)).squeeze(-1)
+    expected = (given.double() * kx).sum(-1)
+    close(out.detach(), expected.detach())
+    leaves = [square, given, factor] if balanced else [square, given]
+    upstream = torch.randn_like(out)
+    *found, slope = torch.autograd.grad(out, [*leaves, values], upstream)
+    for a, b in zip(found, torch.autograd.grad(expected, leaves, upstream.double()), strict=True):
+        close(a, b.double())
+    p = upstream.double().unsqueeze(-1) * given.detach().double()
+    close(slope, side.slopes(x.detach().unsqueeze(-1), p.unsqueeze(-1)))
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])

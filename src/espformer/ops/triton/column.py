@@ -135,6 +135,60 @@ def entry(TABLE: tl.constexpr, WHICH: tl.constexpr, pole, POLES: tl.constexpr):
 
 
 @triton.jit
+def no_states(BOTH: tl.constexpr, COMPLEX: tl.constexpr):
+    """What a walk starts with: states of u, of x if BOTH; for a real pole then also of ties."""
+    states = ()
+    for _ in tl.static_range((4 if BOTH else 2) if COMPLEX else (4 if BOTH else 1)):
+        states = states + (tl.zeros((1,), tl.float32),)
+    return states
+
+
+@triton.jit
+def shares(
+    u, x, S, n, N, inverse_width, states, pole, BACK: tl.constexpr, BOTH: tl.constexpr,
+    TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What one pole in one direction adds to κu, κx, κ'u and κ'x at the ranks n of a block.
+
+    And the states after it. x and slopes are only looked at if BOTH.
+    """
+    gap, linked = gaps(S, n, N, BACK)
+    scaled = gap * inverse_width
+    if COMPLEX:
+        w_re, w_im = entry(TABLE, 0, pole, POLES), entry(TABLE, 1, pole, POLES)
+        p_re, p_im = entry(TABLE, 2, pole, POLES), entry(TABLE, 3, pole, POLES)
+        v_re = w_re * p_re - w_im * p_im
+        v_im = w_re * p_im + w_im * p_re
+        capped = tl.minimum(scaled, 40.0)
+        size = tl.where(linked & (scaled <= 40.0), tl.exp(-p_re * capped), 0.0)
+        a_re = size * cosine(p_im * capped, EXACT)
+        a_im = size * cosine(p_im * capped + QUARTER, EXACT)
+        f_re, f_im, g_re, g_im, after = complex_run(u, x, a_re, a_im, states, BOTH, BACK, BLOCK)
+        ku = w_re * f_re - w_im * f_im
+        kx = w_re * g_re - w_im * g_im
+        u_slope = v_re * f_re - v_im * f_im
+        x_slope = v_re * g_re - v_im * g_im
+    else:
+        decay = tl.where(linked, tl.exp(-scaled), 0.0)
+        ku, kx, after = real_run(u, x, decay, states[:2] if BOTH else states, BOTH, BACK, BLOCK)
+        u_slope, x_slope = ku, kx
+        if BOTH:  # equal numbers are left out
+            same = tl.where(linked & (gap == 0.0), 1.0, 0.0)
+            u_tied, x_tied, end = real_run(u, x, same, states[2:], BOTH, BACK, BLOCK)
+            u_slope = ku - u_tied
+            x_slope = kx - x_tied
+            after = after + end
+    if BACK:  # both directions count the rank itself
+        ku -= tl.where(pole == 0, u, 0.0)
+        kx -= tl.where(pole == 0, x, 0.0)
+    else:
+        u_slope = -u_slope
+        x_slope = -x_slope
+    return ku, kx, u_slope * inverse_width, x_slope * inverse_width, after
+
+
+@triton.jit
 def walk(
     S, X, P, Y, SLOPE, length, inverse_width, N, pole, BACK: tl.constexpr, GRAD: tl.constexpr,
     RECIPROCAL: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
@@ -147,16 +201,8 @@ def walk(
     RECIPROCAL: x is one below `length` and zero from there on, and Y becomes one over ``κx``, or
     zero. With GRAD, Y is that already, and P is its gradient.
     """
-    if COMPLEX:
-        w_re, w_im = entry(TABLE, 0, pole, POLES), entry(TABLE, 1, pole, POLES)
-        p_re, p_im = entry(TABLE, 2, pole, POLES), entry(TABLE, 3, pole, POLES)
-        v_re = w_re * p_re - w_im * p_im
-        v_im = w_re * p_im + w_im * p_re
     added = (pole > 0) | BACK
-    each: tl.constexpr = (2 if COMPLEX else 1) * (2 if GRAD else 1)
-    states = ()
-    for _ in tl.static_range(2 * each if GRAD and not COMPLEX else each):
-        states = states + (tl.zeros((1,), tl.float32),)
+    states = no_states(GRAD, COMPLEX)
     blocks = tl.cdiv(N, BLOCK)
     for step in range(blocks):
         block = blocks - 1 - step if BACK else step
@@ -170,42 +216,18 @@ def walk(
         if GRAD and RECIPROCAL:
             scale = tl.load(Y + n, mask=inside, other=0.0)
             u = -u * scale * scale
-        gap, linked = gaps(S, n, N, BACK)
-        scaled = gap * inverse_width
-        if COMPLEX:
-            capped = tl.minimum(scaled, 40.0)
-            size = tl.where(linked & (scaled <= 40.0), tl.exp(-p_re * capped), 0.0)
-            a_re = size * cosine(p_im * capped, EXACT)
-            a_im = size * cosine(p_im * capped + QUARTER, EXACT)
-            f_re, f_im, g_re, g_im, states = complex_run(
-                u, x, a_re, a_im, states, GRAD, BACK, BLOCK
-            )
-            y = w_re * f_re - w_im * f_im
-            u_slope = v_re * f_re - v_im * f_im
-            x_slope = v_re * g_re - v_im * g_im
-        else:
-            decay = tl.where(linked, tl.exp(-scaled), 0.0)
-            y, x_slope, after = real_run(u, x, decay, states[:each], GRAD, BACK, BLOCK)
-            u_slope = y
-            if GRAD:  # equal numbers are left out
-                same = tl.where(linked & (gap == 0.0), 1.0, 0.0)
-                u_tied, x_tied, end = real_run(u, x, same, states[each:], GRAD, BACK, BLOCK)
-                u_slope = y - u_tied
-                x_slope -= x_tied
-                after = after + end
-            states = after
+        y, _, u_slope, x_slope, states = shares(
+            u, x, S, n, N, inverse_width, states, pole, BACK, GRAD, TABLE, POLES, COMPLEX, EXACT,
+            BLOCK,
+        )  # fmt: skip
         if not (GRAD and RECIPROCAL):
-            if BACK:  # both directions count the rank itself
-                y -= tl.where(pole == 0, u, 0.0)
             y += tl.load(Y + n, mask=inside & added, other=0.0)
             if BACK and RECIPROCAL:
                 one_over = tl.where(n < length, 1.0 / tl.where(n < length, y, 1.0), 0.0)
                 y = tl.where(pole == POLES - 1, one_over, y)
             tl.store(Y + n, y, mask=inside)
         if GRAD:
-            slope = (u * x_slope + x * u_slope) * inverse_width
-            if not BACK:
-                slope = -slope
+            slope = u * x_slope + x * u_slope
             slope += tl.load(SLOPE + n, mask=inside & added, other=0.0)
             tl.store(SLOPE + n, slope, mask=inside)
 
@@ -237,7 +259,8 @@ def column_kernel(
             tl.debug_barrier()  # the next walk reads what this one has written
 
 
-def _config(values: Tensor, metric: str, exact: bool) -> dict[str, Any]:
+def column_config(values: Tensor, metric: str, exact: bool) -> dict[str, Any]:
+    """What kernels that walk along the ranks are told about them and about κ."""
     table = exponentials(metric, exact)
     numbers = tuple(
         number
@@ -261,7 +284,7 @@ def sorted_column(
     y = torch.empty_like(values)
     column_kernel[(values.shape[0] * values.shape[1],)](
         x, None, values, None, inverse_width, y, None, GRAD=False, RECIPROCAL=False,
-        **_config(values, metric, exact),
+        **column_config(values, metric, exact),
     )  # fmt: skip
     return y
 
@@ -279,7 +302,7 @@ def sorted_column_backward(
     dx, slope = torch.empty_like(values), torch.empty_like(values)
     column_kernel[(values.shape[0] * values.shape[1],)](
         x, upstream, values, None, inverse_width, dx, slope, GRAD=True, RECIPROCAL=False,
-        **_config(values, metric, exact),
+        **column_config(values, metric, exact),
     )  # fmt: skip
     return dx, slope
 
@@ -321,7 +344,7 @@ def row_scales(
     y = torch.empty_like(values)
     column_kernel[(values.shape[0] * values.shape[1],)](
         None, None, values, lengths, inverse_width, y, None, GRAD=False, RECIPROCAL=True,
-        **_config(values, metric, exact),
+        **column_config(values, metric, exact),
     )  # fmt: skip
     return y
 
@@ -340,7 +363,7 @@ def row_scales_backward(
     slope = torch.empty_like(values)
     column_kernel[(values.shape[0] * values.shape[1],)](
         None, upstream, values, lengths, inverse_width, scales, slope, GRAD=True, RECIPROCAL=True,
-        **_config(values, metric, exact),
+        **column_config(values, metric, exact),
     )  # fmt: skip
     return slope
 

@@ -21,10 +21,14 @@ from espformer.ops.triton.registration import operator
 
 
 @triton.jit
-def compose_kernel(FROM, TO, OUT, N, BLOCK: tl.constexpr):
-    """``out[from_n] = to_n``; TO None is the identity."""
-    row = tl.program_id(0).to(tl.int64) * N
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def compose_kernel(FROM, TO, OUT, N, BLOCKS, BLOCK: tl.constexpr):
+    """``out[from_n] = to_n``; TO None is the identity.
+
+    Neighbouring programs write to the same row, so that the second-level cache gathers what they
+    scatter before it goes to memory.
+    """
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64) * N
+    n = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     to = n if TO is None else tl.load(TO + row + n, mask=n < N, other=0)
     tl.store(OUT + row + tl.load(FROM + row + n, mask=n < N, other=0), to, mask=n < N)
 
@@ -38,8 +42,9 @@ def match(order: Tensor, to: Tensor | None) -> Tensor:
     out = torch.empty_like(order)
     tokens = order.shape[-1]
     block = min(1024, triton.next_power_of_2(tokens))
-    grid = (order.numel() // tokens, triton.cdiv(tokens, block))
-    compose_kernel[grid](order, to, out, tokens, BLOCK=block)
+    blocks = triton.cdiv(tokens, block)
+    rows = order.numel() // tokens
+    compose_kernel[(rows * blocks,)](order, to, out, tokens, blocks, BLOCK=block)
     return out
 
 

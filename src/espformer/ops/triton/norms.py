@@ -1,5 +1,11 @@
-"""What slice costs are made of beside plans: centred rows, and sums of their squared norms,
-``Σ_n mass_n · square[order_n]``.
+"""What slice costs are made of beside plans: centred rows, and sums of their squared norms.
+
+A rank gives ``given_n`` to the tokens near it, so a slice's sum of squared norms is
+
+    ⟨given, κ (factor · square[order])⟩,
+
+a product with one column. It is made walk by walk as in `column.py`; its backward needs both
+columns, κ given and κ (factor · square), and nothing of the forward.
 """
 
 from __future__ import annotations
@@ -12,88 +18,159 @@ import triton.language as tl
 from torch import Tensor
 
 from espformer.ops.autograd import refuse_double_backward
+from espformer.ops.triton.column import column_config, no_states, shares, width_gradient
 from espformer.ops.triton.gather import tile
 from espformer.ops.triton.registration import operator
 
 
 @triton.jit
-def norm_kernel(SQUARE, ORDER, MASS, OUT, N, L, BLOCK: tl.constexpr):
-    """One slice: the sum over its ranks."""
+def norm_kernel(
+    SQUARE, ORDER, GIVEN, FACTOR, S, INVERSE_WIDTH, OUT, N, L, TABLE: tl.constexpr,
+    POLES: tl.constexpr, COMPLEX: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum of one slice."""
     pair = tl.program_id(0).to(tl.int64)
+    inverse_width = tl.load(INVERSE_WIDTH + pair // L)
+    at = pair * N
+    blocks = tl.cdiv(N, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, N, BLOCK):
-        n = start + tl.arange(0, BLOCK)
-        inside = n < N
-        token = tl.load(ORDER + pair * N + n, mask=inside, other=0)
-        square = tl.load(SQUARE + pair // L * N + token, mask=inside, other=0.0)
-        total += square * tl.load(MASS + pair * N + n, mask=inside, other=0.0)
+    for back in tl.static_range(2):
+        for pole in range(POLES):
+            states = no_states(False, COMPLEX)
+            for step in range(blocks):
+                block = blocks - 1 - step if back == 1 else step
+                n = block * BLOCK + tl.arange(0, BLOCK)
+                inside = n < N
+                token = tl.load(ORDER + at + n, mask=inside, other=0)
+                x = tl.load(SQUARE + pair // L * N + token, mask=inside, other=0.0)
+                if FACTOR is not None:
+                    x *= tl.load(FACTOR + at + n, mask=inside, other=0.0)
+                kx, _, _, _, states = shares(
+                    x, x, S + at, n, N, inverse_width, states, pole, back == 1, False, TABLE,
+                    POLES, COMPLEX, EXACT, BLOCK,
+                )  # fmt: skip
+                total += kx * tl.load(GIVEN + at + n, mask=inside, other=0.0)
     tl.store(OUT + pair, tl.sum(total, 0))
 
 
 @triton.jit
 def norm_grad_kernel(
-    UPSTREAM, SQUARE, ORDER, MASS, D_SQUARE, D_MASS, N, L, ATOMIC: tl.constexpr, BLOCK: tl.constexpr
-):
-    """``d_mass_n = upstream · square[order_n]``; mass_n · upstream by slice or added by token."""
+    UPSTREAM, SQUARE, ORDER, GIVEN, FACTOR, S, INVERSE_WIDTH, D_SQUARE, D_GIVEN, D_FACTOR, MASS,
+    SLOPE, N, L, ATOMIC: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr,
+    COMPLEX: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """All gradients of one slice; MASS is room for ``upstream · κ given``.
+
+    D_SQUARE is added to by token, or stored by slice and token.
+    """
     pair = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = n < N
+    inverse_width = tl.load(INVERSE_WIDTH + pair // L)
     upstream = tl.load(UPSTREAM + pair)
-    token = tl.load(ORDER + pair * N + n, mask=inside, other=0)
-    square = tl.load(SQUARE + pair // L * N + token, mask=inside, other=0.0)
-    tl.store(D_MASS + pair * N + n, upstream * square, mask=inside)
-    share = upstream * tl.load(MASS + pair * N + n, mask=inside, other=0.0)
-    if ATOMIC:
-        tl.atomic_add(D_SQUARE + pair // L * N + token, share, mask=inside, sem="relaxed")
-    else:
-        tl.store(D_SQUARE + pair * N + token, share, mask=inside)
+    at = pair * N
+    blocks = tl.cdiv(N, BLOCK)
+    for back in tl.static_range(2):
+        for pole in range(POLES):
+            added = (pole > 0) | (back == 1)
+            states = no_states(True, COMPLEX)
+            for step in range(blocks):
+                block = blocks - 1 - step if back == 1 else step
+                n = block * BLOCK + tl.arange(0, BLOCK)
+                inside = n < N
+                rank = at + n
+                token = tl.load(ORDER + rank, mask=inside, other=0)
+                square = tl.load(SQUARE + pair // L * N + token, mask=inside, other=0.0)
+                x = square
+                if FACTOR is not None:
+                    factor = tl.load(FACTOR + rank, mask=inside, other=0.0)
+                    x *= factor
+                u = tl.load(GIVEN + rank, mask=inside, other=0.0) * upstream
+                mass, kx, u_slope, x_slope, states = shares(
+                    u, x, S + at, n, N, inverse_width, states, pole, back == 1, True, TABLE,
+                    POLES, COMPLEX, EXACT, BLOCK,
+                )  # fmt: skip
+                d_given = kx * upstream
+                slope = u * x_slope + x * u_slope
+                mass += tl.load(MASS + rank, mask=inside & added, other=0.0)
+                d_given += tl.load(D_GIVEN + rank, mask=inside & added, other=0.0)
+                slope += tl.load(SLOPE + rank, mask=inside & added, other=0.0)
+                tl.store(MASS + rank, mass, mask=inside)
+                tl.store(D_GIVEN + rank, d_given, mask=inside)
+                tl.store(SLOPE + rank, slope, mask=inside)
+                if back == 1:
+                    whole = inside & (pole == POLES - 1)
+                    if FACTOR is not None:
+                        tl.store(D_FACTOR + rank, mass * square, mask=whole)
+                        mass *= factor
+                    if ATOMIC:
+                        to = D_SQUARE + pair // L * N + token
+                        tl.atomic_add(to, mass, mask=whole, sem="relaxed")
+                    else:
+                        tl.store(D_SQUARE + at + token, mass, mask=whole)
+            tl.debug_barrier()  # the next walk reads what this one has written
 
 
 @operator("norm_costs")
-def norm_costs(square: Tensor, order: Tensor, mass: Tensor) -> Tensor:
-    """``Σ_n mass[l, n] · square[order[l, n]]``: (batch, L)."""
-    batch, slices, tokens = order.shape
+def norm_costs(
+    square: Tensor, order: Tensor, given: Tensor, factor: Tensor | None, values: Tensor,
+    inverse_width: Tensor, metric: str, exact: bool,
+) -> Tensor:  # fmt: skip
+    """``Σ_n given[l, n] · (κ_l (factor_l · square[order_l]))_n``: (batch, L)."""
+    batch, slices, _ = order.shape
     out = square.new_empty(batch, slices)
-    block = min(1024, triton.next_power_of_2(tokens))
-    norm_kernel[(batch * slices,)](square, order, mass, out, tokens, slices, BLOCK=block)
+    norm_kernel[(batch * slices,)](
+        square, order, given, factor, values, inverse_width, out,
+        **column_config(values, metric, exact),
+    )  # fmt: skip
     return out
 
 
 @norm_costs.register_fake
-def _(square: Tensor, order: Tensor, mass: Tensor) -> Tensor:
+def _(square: Tensor, order: Tensor, *_: Any) -> Tensor:
     return square.new_empty(order.shape[:2])
 
 
 @operator("norm_costs_backward")
 def norm_costs_backward(
-    upstream: Tensor, square: Tensor, order: Tensor, mass: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the squares and of the masses."""
-    batch, slices, tokens = order.shape
+    upstream: Tensor, square: Tensor, order: Tensor, given: Tensor, factor: Tensor | None,
+    values: Tensor, inverse_width: Tensor, metric: str, exact: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of the squares, of what is given, of the factors (or empty), and of the values."""
+    batch, slices, _ = order.shape
     atomic = not torch.are_deterministic_algorithms_enabled()
-    d_square = square.new_zeros(batch, tokens) if atomic else torch.empty_like(mass)
-    d_mass = torch.empty_like(mass)
-    block = min(1024, triton.next_power_of_2(tokens))
-    norm_grad_kernel[(batch * slices, triton.cdiv(tokens, block))](
-        upstream, square, order, mass, d_square, d_mass,
-        tokens, slices, ATOMIC=atomic, BLOCK=block,
+    d_square = torch.zeros_like(square) if atomic else torch.empty_like(values)
+    d_given, slope, mass = (torch.empty_like(values) for _ in range(3))
+    d_factor = values.new_empty(0 if factor is None else values.shape)
+    norm_grad_kernel[(batch * slices,)](
+        upstream, square, order, given, factor, values, inverse_width, d_square, d_given,
+        None if factor is None else d_factor, mass, slope, ATOMIC=atomic,
+        **column_config(values, metric, exact),
     )  # fmt: skip
-    return d_square if atomic else d_square.sum(1), d_mass
+    return d_square if atomic else d_square.sum(1), d_given, d_factor, slope
 
 
 @norm_costs_backward.register_fake
-def _(upstream: Tensor, square: Tensor, order: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    return square.new_empty(square.shape), mass.new_empty(mass.shape)
+def _(
+    upstream: Tensor, square: Tensor, order: Tensor, given: Tensor, factor: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    like = given.new_empty(given.shape)
+    d_factor = given.new_empty(0 if factor is None else given.shape)
+    return square.new_empty(square.shape), like, d_factor, torch.empty_like(like)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    *tensors, ctx.metric, ctx.exact = inputs
+    ctx.save_for_backward(*tensors)
 
 
 @refuse_double_backward("espformer::norm_costs")
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    d_square, d_mass = norm_costs_backward(grads[0], *ctx.saved_tensors)
-    return d_square, None, d_mass
+    *_, factor, values, width = ctx.saved_tensors
+    d_square, d_given, d_factor, slope = norm_costs_backward(
+        grads[0].contiguous(), *ctx.saved_tensors, ctx.metric, ctx.exact
+    )
+    d_width = width_gradient(slope, values, width) if ctx.needs_input_grad[5] else None
+    d_factor = None if factor is None else d_factor
+    return d_square, None, d_given, d_factor, slope, d_width, None, None
 
 
 norm_costs.register_autograd(_backward, setup_context=_setup)

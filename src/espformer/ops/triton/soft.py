@@ -132,10 +132,8 @@ def _weights(
         back = None
         if coupling is not None:
             back = Coupling(coupling.columns, coupling.rows, coupling.weights, keys.order.shape[-1])
-        mass = _mass(problem, queries, keys, sides.inverse_width, coupling)
-        norms = norm_costs(q_squares, queries.order, mass)
-        mass = _mass(problem, keys, queries, sides.inverse_width, back)
-        norms = norms + norm_costs(k_squares, keys.order, mass)
+        norms = _norms(problem, q_squares, queries, keys, sides.inverse_width, coupling)
+        norms = norms + _norms(problem, k_squares, keys, queries, sides.inverse_width, back)
         costs = torch.sub(norms, cross_plans(q, k, *sides, problem.metric), alpha=2)
         if queries.lengths is None:
             costs = costs / max(1, tokens)
@@ -152,10 +150,11 @@ def _weights(
     return weights if _ranks_halves(problem) else weights + problem.poison().unsqueeze(-1)
 
 
-def _mass(
-    problem: Problem, side: Side, other: Side, width: Tensor, coupling: Coupling | None
-) -> Tensor:
-    """``Sᵀ T S' 1``: what every token of a side gives away, by rank, (batch, L, N)."""
+def _norms(
+    problem: Problem, squares: Tensor, side: Side, other: Side, width: Tensor,
+    coupling: Coupling | None,
+) -> Tensor:  # fmt: skip
+    """Squared norms of a side, each times ``Sᵀ T S' 1``, which its token gives away: (batch, L)."""
     exact = problem.query.dtype == torch.float32
     met = None  # one at every rank: row sums are, unless they were balanced in finitely many steps
     if other.factor is not None:
@@ -164,5 +163,7 @@ def _mass(
         met = other.present() if met is None else met
         met = coupling(met.unsqueeze(-1)).squeeze(-1)
     given = side.scale if met is None else side.scale * met
-    mass: Tensor = sorted_column(given, side.values, width, problem.metric, exact)
-    return mass if side.factor is None else side.factor * mass
+    costs: Tensor = norm_costs(
+        squares, side.order, given, side.factor, side.values, width, problem.metric, exact
+    )
+    return costs
