@@ -33,8 +33,8 @@ def plan(tokens: int = 6) -> tuple[Any, ...]:
     values = [side.values.requires_grad_() for side in sides]
     orders = [side.indices.int() for side in sides]
     width = torch.full((1,), 5.0, device=DEVICE, requires_grad=True)
-    scales = [torch.rand(1, 2, tokens, device=DEVICE).requires_grad_() for _ in range(2)]
-    return (*values, *orders, width, *scales, None, None, "absolute")
+    scale = torch.rand(1, 2, tokens, device=DEVICE).requires_grad_()
+    return (*values, *orders, width, scale, None, None, "absolute")
 
 
 def strided(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

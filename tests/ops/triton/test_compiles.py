@@ -72,7 +72,7 @@ def build_chunks(table, row, chunk, alone=False, width=64):
         more = base | dict(EVEN=even, ATOMIC=even, HAS_FIRST=not even, HAS_FINAL=not even)
         more |= dict(FIRST=None, FINAL=None) if even else {}
         build(cross_kernel, more, **tokens)
-        scales = dict(TOTALS=None, D_K_SCALE=None, D_Q_SCALE=None)
+        scales = dict(TOTALS=None, D_SCALE=None)
         final = dict(D_FINAL=None) if even else {}
         none = dict(G=None, G_STATES=None, D_VALUES=None, D_FINAL=None)
         build(apply_kernel, more | none | scales, **tokens)

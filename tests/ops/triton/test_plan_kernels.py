@@ -75,7 +75,7 @@ def test_plans(metric: str, batch: int, slices: int, ranks: int, width: int, t: 
     weight = torch.rand(batch, slices, device=DEVICE)
     plans = PlanKernels(
         torch.float32, metric, queries.values, keys.values, queries.order.int(), keys.order.int(),
-        torch.full((batch,), keys.rate, device=DEVICE), queries.scale, keys.scale,
+        torch.full((batch,), keys.rate, device=DEVICE), queries.scale * keys.scale,
         keys.factor, queries.factor,
     )  # fmt: skip
     x, g = keys.ranked(), queries.ranked()
@@ -97,7 +97,7 @@ def test_plans(metric: str, batch: int, slices: int, ranks: int, width: int, t: 
     close(crossed, totals)
 
     dx, dg = torch.zeros_like(keys.rows), torch.zeros_like(queries.rows)
-    ranked = torch.full((6, batch, slices, ranks), torch.nan, device=DEVICE).unbind()
+    ranked = torch.full((5, batch, slices, ranks), torch.nan, device=DEVICE).unbind()
     found = Gradients(torch.full_like(weight, torch.nan), *ranked)
     plans.grad(queries.rows, keys.rows, weight, dx, dg, found)
     each = weight.double().unsqueeze(-1)
@@ -108,10 +108,9 @@ def test_plans(metric: str, batch: int, slices: int, ranks: int, width: int, t: 
     close(found.weight, totals)
     close(found.key_values, keys.slopes(x, p) * each)
     close(found.query_values, queries.slopes(g, w) * each)
-    close(found.key_scale, dots * queries.scale)
-    close(found.query_scale, dots * keys.scale)
-    close(ranked[4], (x * kp).sum(-1) * each / keys.factor)
-    close(ranked[5], (g * kw).sum(-1) * each / queries.factor)
+    close(found.scale, dots)
+    close(ranked[3], (x * kp).sum(-1) * each / keys.factor)
+    close(ranked[4], (g * kw).sum(-1) * each / queries.factor)
 
 
 @pytest.mark.parametrize(("metric", "batch", "slices", "ranks", "width", "t"), CASES)

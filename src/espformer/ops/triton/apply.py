@@ -22,6 +22,7 @@ import triton.language as tl
 from espformer.ops.triton.chunks import (
     gap_slope,
     leaving,
+    load_ranks,
     load_states,
     near,
     on_states,
@@ -43,17 +44,16 @@ def over(x, y):
 
 @triton.jit
 def apply_kernel(
-    X, K_ORDER, FIRST, K_S, K_SCALE, Q_ORDER, FINAL, Q_S, Q_SCALE, TABLE: tl.constexpr,
-    INVERSE_WIDTH, WEIGHT, X_STATES, W_STATES, OUT, G, G_STATES, D_VALUES, D_FINAL,
-    TOTALS, D_K_SCALE, D_Q_SCALE, N, KEYS, QUERIES, HEADS, L, CHUNKS,
-    D: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr,
+    X, K_ORDER, FIRST, K_S, Q_ORDER, FINAL, Q_S, SCALE, TABLE: tl.constexpr, INVERSE_WIDTH,
+    WEIGHT, X_STATES, W_STATES, OUT, G, G_STATES, D_VALUES, D_FINAL, D_SCALE, TOTALS,
+    N, KEYS, QUERIES, HEADS, L, CHUNKS, D: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr,
     HAS_FIRST: tl.constexpr, HAS_FINAL: tl.constexpr, ATOMIC: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_D: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Adds the plan of one slice, applied to the rows of the keys, to the rows of the queries: OUT.
 
     With rows G: the gradients of ``weight · ⟨g, plan x⟩`` in the queries' numbers and in FINAL and,
-    with D_K_SCALE, in both scales; TOTALS gets ``⟨g, plan x⟩`` without the weight, by chunk.
+    with D_SCALE, in the scales; TOTALS gets ``⟨g, plan x⟩`` without the weight, by chunk.
     """
     pair, head, chunk = place(HEADS, L, CHUNKS)
     n = chunk * C + tl.arange(0, C)
@@ -71,15 +71,15 @@ def apply_kernel(
         if ROWS > 0:
             G_STATES += pair * CHUNKS * ROWS * D
     # All loads come first: what follows waits for the tensor cores, and nothing moves across that.
-    keys, k_scale, s, first, last = side(K_S, K_ORDER, K_SCALE, ranks, n, chunk, N, C, EVEN)
-    queries, q_scale, t, t_first, t_last = side(Q_S, Q_ORDER, Q_SCALE, ranks, n, chunk, N, C, EVEN)
+    keys, s, first, last = side(K_S, K_ORDER, ranks, n, chunk, N, C, EVEN)
+    queries, t, t_first, t_last = side(Q_S, Q_ORDER, ranks, n, chunk, N, C, EVEN)
+    scale = load_ranks(SCALE + ranks, n, N, EVEN)
     inverse_width = tl.load(INVERSE_WIDTH + head)
     weight = tl.load(WEIGHT + pair)
-    scale = k_scale * q_scale
     early, late = weight, 1.0  # W has the weight, and its states get it
     if TOTALS is not None:  # which are wanted without it
         early, late = 1.0, weight
-    scale *= early
+    early_scale = scale * early
     exact: tl.constexpr = X.dtype.element_ty == tl.float32
     slope = tl.zeros((C,), tl.float32)
     dots = tl.zeros((C,), tl.float32)
@@ -95,12 +95,12 @@ def apply_kernel(
         k, _ = near(s, first, x, inverse_width, COMPLEX, exact)
         leave = leaving(TABLE, s, first, last, inverse_width, x, x_states, COMPLEX, ROWS)
         w = spread(k, x, leave, x_states, COMPLEX, ROWS)
-        w = (w * scale[:, None]).to(roomy(x).dtype)
+        w = (w * early_scale[:, None]).to(roomy(x).dtype)
         k, gap = near(t, t_first, x, inverse_width, COMPLEX, exact)
         leave = leaving(TABLE, t, t_first, t_last, inverse_width, x, x_states, COMPLEX, ROWS)
         if G is not None:
             m = transposed_product(w, g)
-            if D_K_SCALE is not None:
+            if D_SCALE is not None:
                 dots += tl.sum(k * m, 1)
             if HAS_FINAL:
                 final_dots -= tl.sum(k * m, 1)
@@ -110,7 +110,7 @@ def apply_kernel(
                 final_dots += tl.sum(k * m, 1)
             if ROWS > 0:
                 far = on_states(w, g_states, COMPLEX)
-                if D_K_SCALE is not None:
+                if D_SCALE is not None:
                     dots += tl.sum(leave * far, 1)
                 behind = on_states(g, w_states, COMPLEX) * early
                 if HAS_FINAL:
@@ -133,17 +133,15 @@ def apply_kernel(
             tl.store(D_FINAL + ranks + n, over(final_dots * late, factor), mask=inside)
         if TOTALS is not None:
             tl.store(TOTALS + pair * CHUNKS + chunk, tl.sum(dots, 0))
-        if D_K_SCALE is not None:
-            dots *= late
-            tl.store(D_K_SCALE + ranks + n, over(dots, k_scale), mask=inside)
-            tl.store(D_Q_SCALE + ranks + n, over(dots, q_scale), mask=inside)
+        if D_SCALE is not None:
+            tl.store(D_SCALE + ranks + n, over(dots * late, scale), mask=inside)
 
 
 @triton.jit
 def cross_kernel(
-    X, K_ORDER, FIRST, K_S, K_SCALE, G, Q_ORDER, FINAL, Q_S, Q_SCALE, TABLE: tl.constexpr,
-    INVERSE_WIDTH, X_STATES, G_STATES, TOTALS, N, KEYS, QUERIES, HEADS, L, CHUNKS,
-    D: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr,
+    X, K_ORDER, FIRST, K_S, G, Q_ORDER, FINAL, Q_S, SCALE, TABLE: tl.constexpr, INVERSE_WIDTH,
+    X_STATES, G_STATES, TOTALS,
+    N, KEYS, QUERIES, HEADS, L, CHUNKS, D: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr,
     HAS_FIRST: tl.constexpr, HAS_FINAL: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_D: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -160,10 +158,10 @@ def cross_kernel(
     if ROWS > 0:
         X_STATES += pair * CHUNKS * ROWS * D
         G_STATES += pair * CHUNKS * ROWS * D
-    keys, k_scale, s, first, last = side(K_S, K_ORDER, K_SCALE, ranks, n, chunk, N, C, EVEN)
-    queries, q_scale, t, t_first, t_last = side(Q_S, Q_ORDER, Q_SCALE, ranks, n, chunk, N, C, EVEN)
+    keys, s, first, last = side(K_S, K_ORDER, ranks, n, chunk, N, C, EVEN)
+    queries, t, t_first, t_last = side(Q_S, Q_ORDER, ranks, n, chunk, N, C, EVEN)
+    scale = load_ranks(SCALE + ranks, n, N, EVEN)
     inverse_width = tl.load(INVERSE_WIDTH + head)
-    scale = k_scale * q_scale
     exact: tl.constexpr = X.dtype.element_ty == tl.float32
     dots = tl.zeros((C,), tl.float32)
     for start in tl.range(0, D, BLOCK_D, num_stages=1):

@@ -76,12 +76,11 @@ def load_ranks(X, n, N, EVEN: tl.constexpr):
 
 
 @triton.jit
-def side(S, ORDER, SCALE, ranks, n, chunk, N, C: tl.constexpr, EVEN: tl.constexpr):
-    """A chunk of one side: its tokens, scales and numbers, and its first and last number."""
+def side(S, ORDER, ranks, n, chunk, N, C: tl.constexpr, EVEN: tl.constexpr):
+    """A chunk of one side: its tokens and numbers, and its first and last number."""
     tokens = load_ranks(ORDER + ranks, n, N, EVEN)
-    scale = load_ranks(SCALE + ranks, n, N, EVEN)
     s, first, last = positions(S + ranks, chunk, N, C, EVEN)
-    return tokens, scale, s, first, last
+    return tokens, s, first, last
 
 
 @triton.jit

@@ -38,12 +38,11 @@ def column_block(width: int, exact: bool) -> int:
     return 64 if width % 64 == 0 else 32
 
 
-class Side(NamedTuple):
+class Ranks(NamedTuple):
     """Queries or keys of some slices, (batch, L, N), by rank."""
 
     values: Tensor
     order: Tensor  # the token of each rank, int32
-    scale: Tensor  # towards the other side
     factor: Tensor | None  # towards the tokens: `first` of the keys, `final` of the queries
 
 
@@ -53,8 +52,7 @@ class Gradients(NamedTuple):
     weight: Tensor | None  # (batch, L); all others (batch, L, N)
     query_values: Tensor
     key_values: Tensor
-    query_scale: Tensor
-    key_scale: Tensor
+    scale: Tensor
     first: Tensor | None
     final: Tensor | None
 
@@ -106,11 +104,12 @@ class PlanKernels:
 
     def __init__(
         self, dtype: torch.dtype, metric: str, query_values: Tensor, key_values: Tensor,
-        query_order: Tensor, key_order: Tensor, inverse_width: Tensor, query_scale: Tensor,
-        key_scale: Tensor, first: Tensor | None, final: Tensor | None,
+        query_order: Tensor, key_order: Tensor, inverse_width: Tensor, scale: Tensor,
+        first: Tensor | None, final: Tensor | None,
     ) -> None:  # fmt: skip
-        self.keys = Side(key_values, key_order, key_scale, first)
-        self.queries = Side(query_values, query_order, query_scale, final)
+        self.keys = Ranks(key_values, key_order, first)
+        self.queries = Ranks(query_values, query_order, final)
+        self.scale = scale
         self.inverse_width = inverse_width
         self.batch, self.slices, self.ranks = key_values.shape
         self.metric, self.complex = metric, metric != "absolute"
@@ -143,8 +142,8 @@ class PlanKernels:
         keys, queries = self.keys, self.queries
         totals = self._by_chunk(out)
         cross_kernel[self._grid](
-            x, keys.order, keys.factor, keys.values, keys.scale, g, queries.order, queries.factor,
-            queries.values, queries.scale, self.table, self.inverse_width, x_states, g_states,
+            x, keys.order, keys.factor, keys.values, g, queries.order, queries.factor,
+            queries.values, self.scale, self.table, self.inverse_width, x_states, g_states,
             totals, KEYS=x.shape[-2], QUERIES=g.shape[-2], ROWS=self._rows(ties=False),
             HAS_FIRST=keys.factor is not None, HAS_FINAL=queries.factor is not None,
             **self._config(x, "cross"),
@@ -161,7 +160,7 @@ class PlanKernels:
         totals = None if found.weight is None else self._by_chunk(found.weight)
         self._apply(
             self.keys, self.queries, x, weight, x_states, dg, g, g_states[0], found.query_values,
-            found.final, totals, found.key_scale, found.query_scale,
+            found.final, found.scale, totals,
         )  # fmt: skip
         self._apply(
             self.queries, self.keys, g, weight, g_states, dx, x, x_states[0], found.key_values,
@@ -171,20 +170,20 @@ class PlanKernels:
             torch.sum(totals, -1, out=found.weight)
 
     def _apply(
-        self, keys: Side, queries: Side, x: Tensor, weight: Tensor,
+        self, keys: Ranks, queries: Ranks, x: Tensor, weight: Tensor,
         states: tuple[Tensor | None, Tensor | None], out: Tensor | None, g: Tensor | None = None,
         g_states: Tensor | None = None, d_values: Tensor | None = None,
-        d_final: Tensor | None = None, totals: Tensor | None = None,
-        d_key_scale: Tensor | None = None, d_query_scale: Tensor | None = None,
+        d_final: Tensor | None = None, d_scale: Tensor | None = None,
+        totals: Tensor | None = None,
     ) -> None:  # fmt: skip
         """The plan from one side to the other, and with g its gradients on the other side."""
-        kernel = "rows" if g is None else "grad" if out is None or d_key_scale is None else "both"
+        kernel = "rows" if g is None else "grad" if out is None or d_scale is None else "both"
         rows = out if g is None else g
         assert rows is not None
         apply_kernel[self._grid](
-            x, keys.order, keys.factor, keys.values, keys.scale, queries.order, queries.factor,
-            queries.values, queries.scale, self.table, self.inverse_width, weight, *states, out,
-            g, g_states, d_values, d_final, totals, d_key_scale, d_query_scale,
+            x, keys.order, keys.factor, keys.values, queries.order, queries.factor,
+            queries.values, self.scale, self.table, self.inverse_width, weight, *states, out,
+            g, g_states, d_values, d_final, d_scale, totals,
             KEYS=x.shape[-2], QUERIES=rows.shape[-2],
             ROWS=self._rows(ties=g is not None), HAS_FIRST=keys.factor is not None,
             HAS_FINAL=queries.factor is not None, ATOMIC=out is None or out.dim() == 3,
@@ -222,7 +221,7 @@ class PlanKernels:
         }  # fmt: skip
 
     def _states(
-        self, side: Side, x: Tensor, onward: Side | None, ties: bool
+        self, side: Ranks, x: Tensor, onward: Ranks | None, ties: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """States of rows x for κ of a side, and of ``scale · κx`` for κ of the side after it."""
         rows = self._rows(ties)
@@ -238,7 +237,7 @@ class PlanKernels:
             links = torch.empty(*shape, rows, device=x.device, dtype=torch.float32)
         other = side if onward is None else onward
         sums_kernel[self._grid](
-            x, side.order, side.factor, side.values, other.values, side.scale, other.scale,
+            x, side.order, side.factor, side.values, other.values, self.scale,
             self.table, self.inverse_width, states, after, links, TOKENS=x.shape[-2], ROWS=rows,
             SCALED=side.factor is not None, THROUGH=onward is not None, **self._config(x, "sums"),
         )  # fmt: skip
@@ -254,7 +253,7 @@ class PlanKernels:
         return states, after
 
     def _scan(
-        self, side: Side, states: Tensor, before: Tensor | None, links: Tensor | None
+        self, side: Ranks, states: Tensor, before: Tensor | None, links: Tensor | None
     ) -> None:
         """Every chunk's own sums to the states that enter it, in place."""
         rows, width = states.shape[-2:]

@@ -5,8 +5,8 @@
   costs that is not a column;
 - ``espformer::plans_backward``: the backward of both.
 
-A soft plan is ``final · κ_q · query_scale · key_scale · κ_k · first``: four diagonal scalings and
-two sorted kernels whose ranks meet one to one (`refine.py` brings N ≠ M to that). Slices are worked
+A soft plan is ``final · κ_q · scale · κ_k · first``: three diagonal scalings and
+two sorted kernels whose ranks meet one to one (`plans.py` brings N ≠ M to that). Slices are worked
 on in groups so that their states stay under `SCRATCH_BYTES`.
 """
 
@@ -23,7 +23,7 @@ from espformer.ops.triton.column import width_gradient
 from espformer.ops.triton.launch import Gradients, PlanKernels
 from espformer.ops.triton.registration import operator
 
-SCRATCH_BYTES = 256 << 20
+SCRATCH_BYTES = 160 << 20
 
 Group = tuple[slice, slice]
 
@@ -64,14 +64,14 @@ def _collect(out: Tensor, group: Group, rows: Tensor) -> None:
 @operator("apply_plans")
 def apply_plans(
     value: Tensor, weight: Tensor, queries: int, query_values: Tensor, key_values: Tensor,
-    query_order: Tensor, key_order: Tensor, inverse_width: Tensor, query_scale: Tensor,
-    key_scale: Tensor, first: Tensor | None, final: Tensor | None, metric: str,
+    query_order: Tensor, key_order: Tensor, inverse_width: Tensor, scale: Tensor,
+    first: Tensor | None, final: Tensor | None, metric: str,
 ) -> Tensor:  # fmt: skip
     """``Σ_l weight_l A_lᵀ B_l V``, (batch, queries, d), in the dtype of `value`."""
     out = value.new_zeros(value.shape[0], queries, value.shape[-1], dtype=torch.float32)
     for group, plans in _groups(
-        value, query_values, key_values, query_order, key_order, inverse_width, query_scale,
-        key_scale, first, final, metric,
+        value, query_values, key_values, query_order, key_order, inverse_width, scale,
+        first, final, metric,
     ):  # fmt: skip
         rows = _room(out, group)
         plans.apply(value[group[0]], weight[group], rows)
@@ -87,14 +87,14 @@ def _(value: Tensor, weight: Tensor, queries: int, *_: Any) -> Tensor:
 @operator("cross_plans")
 def cross_plans(
     query: Tensor, key: Tensor, query_values: Tensor, key_values: Tensor, query_order: Tensor,
-    key_order: Tensor, inverse_width: Tensor, query_scale: Tensor, key_scale: Tensor,
+    key_order: Tensor, inverse_width: Tensor, scale: Tensor,
     first: Tensor | None, final: Tensor | None, metric: str,
 ) -> Tensor:  # fmt: skip
     """``Σ_i q_i · (A_lᵀ B_l K)_i``: (batch, L)."""
     totals = query_values.new_empty(query_values.shape[:2])
     for group, plans in _groups(
-        key, query_values, key_values, query_order, key_order, inverse_width, query_scale,
-        key_scale, first, final, metric,
+        key, query_values, key_values, query_order, key_order, inverse_width, scale,
+        first, final, metric,
     ):  # fmt: skip
         plans.cross(query[group[0]], key[group[0]], totals[group])
     return totals
@@ -110,15 +110,15 @@ def _new_gradients(
 ) -> list[Tensor]:
     """Room for the fields of `Gradients`; empty where there is nothing to differentiate."""
     sliced = [values.new_empty(values.shape[:2] if weight else 0)]
-    ranked = [values.new_empty(values.shape) for _ in range(4)]
+    ranked = [values.new_empty(values.shape) for _ in range(3)]
     return sliced + ranked + [values.new_empty(0 if x is None else x.shape) for x in (first, final)]
 
 
 @operator("plans_backward")
 def plans_backward(
     upstream: Tensor, weight: Tensor, value: Tensor, query_values: Tensor, key_values: Tensor,
-    query_order: Tensor, key_order: Tensor, inverse_width: Tensor, query_scale: Tensor,
-    key_scale: Tensor, first: Tensor | None, final: Tensor | None, metric: str,
+    query_order: Tensor, key_order: Tensor, inverse_width: Tensor, scale: Tensor,
+    first: Tensor | None, final: Tensor | None, metric: str,
     with_upstream: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of ``Σ_l weight_l ⟨upstream, plan_l V⟩``.
@@ -130,8 +130,8 @@ def plans_backward(
     d_upstream = torch.zeros_like(upstream, dtype=torch.float32) if with_upstream else None
     found = _new_gradients(query_values, first, final, not with_upstream)
     for group, plans in _groups(
-        value, query_values, key_values, query_order, key_order, inverse_width, query_scale,
-        key_scale, first, final, metric, backward=True,
+        value, query_values, key_values, query_order, key_order, inverse_width, scale,
+        first, final, metric, backward=True,
     ):  # fmt: skip
         rows = _room(d_value, group)
         upstream_rows = None if d_upstream is None else _room(d_upstream, group)
@@ -149,8 +149,8 @@ def plans_backward(
 @plans_backward.register_fake
 def _(
     upstream: Tensor, weight: Tensor, value: Tensor, query_values: Tensor, key_values: Tensor,
-    query_order: Tensor, key_order: Tensor, inverse_width: Tensor, query_scale: Tensor,
-    key_scale: Tensor, first: Tensor | None, final: Tensor | None, metric: str,
+    query_order: Tensor, key_order: Tensor, inverse_width: Tensor, scale: Tensor,
+    first: Tensor | None, final: Tensor | None, metric: str,
     with_upstream: bool,
 ) -> list[Tensor]:  # fmt: skip
     end = upstream.new_empty(upstream.shape) if with_upstream else value.new_empty(0)
@@ -162,14 +162,14 @@ def _plan_gradients(
     plan: list[Any], found: list[Tensor], need_width: bool
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the plan, in the order of the operators' arguments."""
-    query_values, key_values, _, _, width, _, _, first, final = plan
-    d_query_values, d_key_values, d_query_scale, d_key_scale, d_first, d_final = found
+    query_values, key_values, _, _, width, _, first, final = plan
+    d_query_values, d_key_values, d_scale, d_first, d_final = found
     d_width = None
     if need_width:
         d_width = width_gradient(d_query_values, query_values, width)
         d_width = d_width + width_gradient(d_key_values, key_values, width)
     return (
-        d_query_values, d_key_values, None, None, d_width, d_query_scale, d_key_scale,
+        d_query_values, d_key_values, None, None, d_width, d_scale,
         None if first is None else d_first, None if final is None else d_final, None,
     )  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,31 +13,8 @@ from espformer.ops.problem import Problem
 from espformer.ops.triton.column import row_scales, sorted_column
 from espformer.ops.triton.norms import centre_rows, norm_costs
 from espformer.ops.triton.operators import apply_plans, cross_plans
+from espformer.ops.triton.plans import Plans, Side, meet, valid_ranks
 from espformer.ops.triton.ranking import MOST_TOKENS, rank_halves
-from espformer.ops.triton.refine import Sides, refine
-
-
-class Side(NamedTuple):
-    """Queries or keys, softly sorted on every slice: ``diag(scale) κ diag(factor)`` of ranks."""
-
-    values: Tensor  # (batch, L, N): sorted numbers; padding repeats the last true one
-    order: Tensor  # (batch, L, N) int32: the token at each rank
-    lengths: Tensor | None  # (batch,), if some are padded
-    scale: Tensor  # (batch, L, N); zero at padding
-    factor: Tensor | None  # likewise; None where it is one
-
-    def present(self) -> Tensor:
-        """One at every rank that is no padding, (batch, L, N)."""
-        if self.lengths is None:
-            return self.values.new_ones(()).expand(self.values.shape)
-        return _valid(self.values, self.lengths).float().expand(self.values.shape)
-
-    def counts(self) -> Tensor:
-        """Tokens of every sequence, (batch,)."""
-        if self.lengths is not None:
-            return self.lengths
-        batch, _, tokens = self.values.shape
-        return torch.full((batch,), tokens, device=self.values.device)
 
 
 def attend(problem: Problem, value: Tensor) -> Tensor:
@@ -47,19 +23,15 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
     ranked = _rank(problem)
     queries = _sorted(problem, *ranked[0], problem.query_mask, width)
     keys = _sorted(problem, *ranked[1], problem.key_mask, width)
-    sides = Sides(
-        queries.values, keys.values, queries.order, keys.order, width, queries.scale, keys.scale,
-        keys.factor, queries.factor,
-    )  # fmt: skip
     coupling = None
     if not esp.same_lengths(problem):
         coupling = couple(
             problem.coupling, queries.counts(), keys.counts(), queries.values.shape[-1],
             keys.values.shape[-1], torch.float32,
         )  # fmt: skip
-        sides = refine(sides, coupling)
-    weights = _weights(problem, queries, keys, sides, coupling)
-    return apply_plans(value, weights, queries.order.shape[-1], *sides, problem.metric)
+    plans = meet(queries, keys, width, coupling)
+    weights = _weights(problem, queries, keys, plans, coupling)
+    return apply_plans(value, weights, queries.order.shape[-1], *plans, problem.metric)
 
 
 def _inverse_width(problem: Problem, batch: int) -> Tensor:
@@ -79,12 +51,6 @@ def _ranks_halves(problem: Problem) -> bool:
     most = max(problem.query.shape[-2], problem.key.shape[-2])
     halves = all(x.dtype in (torch.bfloat16, torch.float16) for x in (problem.query, problem.key))
     return halves and problem.slices is None and problem.scale > 0 and most <= MOST_TOKENS
-
-
-def _valid(values: Tensor, lengths: Tensor) -> Tensor:
-    """Ranks that are no padding: (batch, 1, N)."""
-    positions = torch.arange(values.shape[-1], device=values.device)
-    return (positions < lengths.unsqueeze(-1)).unsqueeze(1)
 
 
 def _rank(problem: Problem) -> list[tuple[Tensor, Tensor]]:
@@ -113,13 +79,13 @@ def _sorted(
         column: Tensor = sorted_column(x.squeeze(-1), values, width, problem.metric, exact)
         return column.unsqueeze(-1)
 
-    valid = None if lengths is None else _valid(values, lengths)
+    valid = None if lengths is None else valid_ranks(values, lengths)
     scale = esp.SoftMixing(kernel, values, valid, problem.balance).scale_out.squeeze(-1)
     return Side(values, order, lengths, scale, scale)
 
 
 def _weights(
-    problem: Problem, queries: Side, keys: Side, sides: Sides, coupling: Coupling | None
+    problem: Problem, queries: Side, keys: Side, plans: Plans, coupling: Coupling | None
 ) -> Tensor:
     """σ of every slice, (batch, L)."""
     batch, slices, tokens = queries.values.shape
@@ -132,9 +98,9 @@ def _weights(
         back = None
         if coupling is not None:
             back = Coupling(coupling.columns, coupling.rows, coupling.weights, keys.order.shape[-1])
-        norms = _norms(problem, q_squares, queries, keys, sides.inverse_width, coupling)
-        norms = norms + _norms(problem, k_squares, keys, queries, sides.inverse_width, back)
-        costs = torch.sub(norms, cross_plans(q, k, *sides, problem.metric), alpha=2)
+        norms = _norms(problem, q_squares, queries, keys, plans.inverse_width, coupling)
+        norms = norms + _norms(problem, k_squares, keys, queries, plans.inverse_width, back)
+        costs = torch.sub(norms, cross_plans(q, k, *plans, problem.metric), alpha=2)
         if queries.lengths is None:
             costs = costs / max(1, tokens)
         else:

@@ -46,14 +46,14 @@ def store_states(
 
 @triton.jit
 def sums_kernel(
-    X, ORDER, X_SCALE, S, NEXT_S, SCALE, NEXT_SCALE, TABLE: tl.constexpr, INVERSE_WIDTH,
+    X, ORDER, X_SCALE, S, NEXT_S, SCALE, TABLE: tl.constexpr, INVERSE_WIDTH,
     STATES, NEXT_STATES, LINKS, N, TOKENS, HEADS, L, CHUNKS, D: tl.constexpr,
     COMPLEX: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr, THROUGH: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Every chunk's own sums of rows x, measured at its last number (left) and its first (right).
 
-    THROUGH: also the sums of ``scale · next_scale · κx`` for the kernel of the numbers NEXT_S, but
+    THROUGH: also the sums of ``scale · κx`` for the kernel of the numbers NEXT_S, but
     for what the states of x add to them, which is done with LINKS once these are known.
     """
     pair, head, chunk = place(HEADS, L, CHUNKS)
@@ -70,7 +70,7 @@ def sums_kernel(
     together: tl.constexpr = THROUGH and 2 * ROWS <= STATE_ROWS
     if THROUGH:
         after: tl.constexpr = ROWS if together else 0
-        scale = load_ranks(SCALE + ranks, n, N, EVEN) * load_ranks(NEXT_SCALE + ranks, n, N, EVEN)
+        scale = load_ranks(SCALE + ranks, n, N, EVEN)
         t, t_first, t_last = positions(NEXT_S + ranks, chunk, N, C, EVEN)
         onward = scale[:, None] * waves(
             TABLE, t, t_first, t_last, inverse_width, "in", COMPLEX, ROWS, exact, after
