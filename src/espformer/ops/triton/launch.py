@@ -22,8 +22,14 @@ CHUNK = {2: 64, 4: 16}
 AHEAD = 8, 4
 # Warps of a program, and registers of a thread, for 16-bit rows: "rows" is a plan applied, "grad"
 # its gradients, "both" the two at once. More registers, and fewer programs fit on a multiprocessor.
-WARPS = {"sums": 1, "rows": 4, "cross": 4, "grad": 4, "both": 4}
-REGISTERS = {"sums": 128, "rows": 96, "cross": 128, "grad": 128, "both": 168}
+WARPS = {
+    "absolute": {"sums": 1, "rows": 4, "cross": 4, "grad": 4, "both": 4},
+    "squared": {"sums": 2, "rows": 4, "cross": 4, "grad": 4, "both": 4},
+}
+REGISTERS = {
+    "absolute": {"sums": 128, "rows": 96, "cross": 128, "grad": 128, "both": 168},
+    "squared": {"sums": 160, "rows": 128, "cross": 128, "grad": 128, "both": 168},
+}
 
 
 def chunk_size(ranks: int, dtype: torch.dtype) -> int:
@@ -210,10 +216,9 @@ class PlanKernels:
         if self.exact:
             tuned = {"num_warps": 1 if kernel == "sums" else 2}
         else:
-            warps = 2 if kernel == "sums" and self.complex else WARPS[kernel]
+            warps = WARPS[self.metric][kernel]
             tuned = {"num_warps": min(warps, self.chunk // 16)}
-            if not self.complex:
-                tuned["maxnreg"] = REGISTERS[kernel]
+            tuned["maxnreg"] = REGISTERS[self.metric][kernel]
         return tuned | {
             "N": self.ranks, "HEADS": self.batch, "L": self.slices, "CHUNKS": self.chunks,
             "D": width, "COMPLEX": self.complex, "BLOCK_D": block_d, "C": self.chunk,
