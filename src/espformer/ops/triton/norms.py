@@ -164,9 +164,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 @refuse_double_backward("espformer::norm_costs")
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    *_, factor, values, width = ctx.saved_tensors
+    saved = ctx.saved_tensors
+    *_, factor, values, width = saved
     d_square, d_given, d_factor, slope = norm_costs_backward(
-        grads[0].contiguous(), *ctx.saved_tensors, ctx.metric, ctx.exact
+        grads[0], *saved, ctx.metric, ctx.exact
     )
     d_width = width_gradient(slope, values, width) if ctx.needs_input_grad[5] else None
     d_factor = None if factor is None else d_factor

@@ -52,11 +52,14 @@ class Operator:
         self, backward: Callable[..., Any], *, setup_context: Callable[..., None]
     ) -> None:
         self.custom.register_autograd(backward, setup_context=setup_context)
-        members = {
-            "forward": staticmethod(self.function),
-            "backward": staticmethod(backward),
-            "setup_context": staticmethod(setup_context),
-        }
+
+        # Not with a setup_context of its own: torch would look up the signature at every call.
+        def forward(ctx: Any, *args: Any) -> Any:
+            output = self.function(*args)
+            setup_context(ctx, args, output)
+            return output
+
+        members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         self.with_gradient = type(self.name, (torch.autograd.Function,), members)
 
     def __call__(self, *args: Any) -> Any:
