@@ -93,3 +93,16 @@ def test_hard_costs_have_the_gradient_of_the_squared_distance():
     torch.testing.assert_close(out, torch.stack([share[0], share[1]]).view(2, 1))
     expected = torch.autograd.grad(share[0], query)[0]
     torch.testing.assert_close(torch.autograd.grad(out[0, 0], query)[0], expected)
+
+
+@pytest.mark.parametrize("backend", ["dense", "linear"])
+@pytest.mark.parametrize("metric", METRICS)
+def test_an_infinite_temperature_is_flat(metric: str, backend: str) -> None:
+    """Every token gets the mean of all values, and t, which could not matter less, no gradient."""
+    leaves = [torch.randn(1, 2, 6, 4, requires_grad=True) for _ in range(3)]
+    t = torch.full((2,), torch.inf, requires_grad=True)
+    out = esp_attention(*leaves, sort_temperature=t, metric=metric, backend=backend)
+    torch.testing.assert_close(out, leaves[2].mean(-2, keepdim=True).expand_as(out))
+    *found, d_t = torch.autograd.grad(out.square().sum(), [*leaves, t])
+    assert all(x.isfinite().all() for x in found)
+    assert torch.equal(d_t, torch.zeros(2))

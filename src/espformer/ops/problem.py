@@ -65,7 +65,8 @@ class Problem:
         t = self.sort_temperature
         if not isinstance(t, Tensor):
             t = torch.full((1,), t, device=self.query.device, dtype=self.dtype)
-        return 1 / t if self.metric == "absolute" else t.rsqrt()
+        inverse = 1 / t if self.metric == "absolute" else t.rsqrt()
+        return inverse.clamp(min=1e-30)  # all numbers are equal to that; zero has no derivative
 
     def projections(self) -> tuple[Tensor, Tensor]:
         """Queries and keys on every slice: ``(batch, L, N)`` and ``(batch, L, M)``."""
