@@ -56,10 +56,18 @@ def test_more_keys_than_queries(dtype: torch.dtype) -> None:
     assert max(errors.values()) <= TOLERANCE[dtype], errors
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "metric"),
+    [
+        pytest.param(torch.float32, "absolute", id="float32"),
+        pytest.param(torch.bfloat16, "absolute", id="bfloat16"),
+        pytest.param(torch.float16, "squared", id="float16-squared"),
+    ],
+)
 @pytest.mark.parametrize("width", [16, 80, 96, 128, 256])
-def test_widths(width: int, dtype: torch.dtype) -> None:
-    errors = relative_errors(dtype, 64, 64, width, "dense")
+def test_widths(width: int, dtype: torch.dtype, metric: str) -> None:
+    """Full chunks and one that is not, so with states, and one block of columns or several."""
+    errors = relative_errors(dtype, 150, 150, width, "dense", metric=metric)
     assert max(errors.values()) <= TOLERANCE[dtype], errors
 
 

@@ -125,15 +125,19 @@ def test_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
     try:
         compare(11, 11, torch.float32, 2e-5)
+        compare(6, 11, torch.float32, 2e-5)
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.slow
-def test_slices_are_worked_on_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pairs", [1, 2, 4], ids=["a slice", "some slices", "a head"])
+def test_slices_are_worked_on_in_groups(monkeypatch: pytest.MonkeyPatch, pairs: int) -> None:
+    """Of the three slices of two heads, as many at a time as scratch memory holds."""
     from espformer.ops.triton import operators
 
-    monkeypatch.setattr(operators, "SCRATCH_BYTES", 11 * 4 * 5)
+    monkeypatch.setattr(launch.PlanKernels, "scratch_bytes", staticmethod(lambda *_: 1))
+    monkeypatch.setattr(operators, "SCRATCH_BYTES", pairs)
     compare(11, 11, torch.float32, 2e-5, inverse_temperature=1.0)
 
 

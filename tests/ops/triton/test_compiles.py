@@ -16,7 +16,7 @@ from espformer.ops.exponentials import ABSOLUTE, GAUSSIAN
 from espformer.ops.triton.apply import apply_kernel, cross_kernel
 from espformer.ops.triton.column import column_kernel
 from espformer.ops.triton.gather import gather_kernel, pair_kernel
-from espformer.ops.triton.launch import state_table
+from espformer.ops.triton.launch import REGISTERS, state_table
 from espformer.ops.triton.matching import compose_kernel
 from espformer.ops.triton.norms import centre_grad_kernel, centre_kernel
 from espformer.ops.triton.norms import norm_grad_kernel, norm_kernel
@@ -26,11 +26,12 @@ from espformer.ops.triton.states import link_kernel, scan_kernel, sums_kernel
 import triton.language as tl
 
 INDICES = {"ORDER", "K_ORDER", "Q_ORDER", "INDEX", "FROM", "TO", "WORDS", "LENGTHS"}
-SIZES = {"N", "L", "HEADS", "CHUNKS", "D", "BLOCKS", "STRIDE", "ROWS", "TOKENS", "KEYS", "QUERIES"}
+SIZES = {"N", "L", "HEADS", "CHUNKS", "START", "COUNT", "D", "BLOCKS", "STRIDE", "ROWS", "TOKENS"}
+SIZES |= {"KEYS", "QUERIES"}
 WARPS = 4
 
 
-def build(kernel, constants, warps=WARPS, **types):
+def build(kernel, constants, warps=WARPS, registers=None, **types):
     def kind(name):
         if name in constants:
             return "constexpr"
@@ -42,7 +43,7 @@ def build(kernel, constants, warps=WARPS, **types):
     signature = {name: kind(name) for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constants)
     target = GPUTarget("cuda", 90, 32)
-    compiled = compile(source, target=target, options={"num_warps": warps})
+    compiled = compile(source, target=target, options={"num_warps": warps, "maxnreg": registers})
     assert len(compiled.asm["cubin"]) > 0
     print(kernel.__name__)
     return compiled
@@ -76,10 +77,24 @@ def build_chunks(table, row, chunk, alone=False, width=64):
         final = dict(D_FINAL=None) if even else {}
         none = dict(G=None, G_STATES=None, D_VALUES=None, D_FINAL=None)
         build(apply_kernel, more | none | scales, **tokens)
-        build(apply_kernel, more | final | (dict(OUT=None) if even else {}), **tokens)
+        build(apply_kernel, more | final | dict(OUT=None), **tokens)
         build(apply_kernel, more | final | scales, **tokens)
+        every = build(apply_kernel, more | final | dict(TOTALS=None), **tokens)
+        if width > 32:  # slope, dots and the factor's live through all blocks of columns
+            carried = every.asm["ttir"].split("scf.for")[1].split("->")[1].split("{")[0]
+            assert carried.count("tensor<") == (2 if even else 3), carried
 
 
+# As they are launched: whole rows, two states, bounded registers.
+base = dict(COMPLEX=False, ROWS=2, BLOCK_D=64, D=64, C=64, TABLE=state_table("absolute", False))
+base |= dict(EVEN=True, ATOMIC=True, HAS_FIRST=False, HAS_FINAL=False, FIRST=None, FINAL=None)
+rows = dict(X="*bf16", G="*bf16", X_STATES="*bf16", W_STATES="*bf16", G_STATES="*bf16")
+none = dict(G=None, G_STATES=None, D_VALUES=None, D_FINAL=None, TOTALS=None, D_SCALE=None)
+build(apply_kernel, base | none, registers=REGISTERS["absolute"]["rows"], **rows)
+every = dict(ROWS=4, D_FINAL=None, TOTALS=None)
+build(apply_kernel, base | every, registers=REGISTERS["absolute"]["all"], **rows)
+scan = dict(BLOCK_R=1, AHEAD=8, EXACT=False, THROUGH=True)
+build(scan_kernel, base | scan, warps=1, STATES="*bf16", FROM="*bf16")
 for table in (ABSOLUTE, GAUSSIAN[3]):
     build_chunks(table, "*bf16", 64)
     build_chunks(table, "*bf16", 16, alone=True)
@@ -142,4 +157,4 @@ def test_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert len(run.stdout.splitlines()) == 103
+    assert len(run.stdout.splitlines()) == 120

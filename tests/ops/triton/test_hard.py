@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 import espformer
 from espformer.ops.triton.gather import gather_distance, gather_dot, gather_sum
+from espformer.ops.triton.matching import match
 from espformer.ops.triton.ranking import match_halves, rank_halves
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,6 +36,14 @@ def orders(x: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None:
         keys = keys.masked_fill(~mask.unsqueeze(1), torch.inf)
     return keys.argsort(dim=-1, stable=True)
+
+
+def test_matches_of_several_blocks() -> None:
+    """Permutations longer than a program's block, composed with another or with the identity."""
+    order, to = torch.rand(2, 2, 3, 2500, device=DEVICE).argsort(-1).int().unbind()
+    inverse = order.argsort(-1)
+    assert torch.equal(match(order, to), to.gather(-1, inverse))
+    assert torch.equal(match(order, None), inverse.int())
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "padded"])

@@ -42,20 +42,21 @@ def over(x, y):
     return tl.where(y == 0, 0.0, x / tl.where(y == 0, 1.0, y))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("CHUNKS", "START", "COUNT"))
 def apply_kernel(
     X, K_ORDER, FIRST, K_S, Q_ORDER, FINAL, Q_S, SCALE, TABLE: tl.constexpr, INVERSE_WIDTH,
     WEIGHT, X_STATES, W_STATES, OUT, G, G_STATES, D_VALUES, D_FINAL, D_SCALE, TOTALS,
-    N, KEYS, QUERIES, HEADS, L, CHUNKS, D: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr,
+    N, KEYS, QUERIES, HEADS, L, CHUNKS, START, COUNT, D: tl.constexpr, COMPLEX: tl.constexpr,
+    ROWS: tl.constexpr,
     HAS_FIRST: tl.constexpr, HAS_FINAL: tl.constexpr, ATOMIC: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_D: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Adds the plan of one slice, applied to the rows of the keys, to the rows of the queries: OUT.
 
-    With rows G: the gradients of ``weight · ⟨g, plan x⟩`` in the queries' numbers and in FINAL and,
-    with D_SCALE, in the scales; TOTALS gets ``⟨g, plan x⟩`` without the weight, by chunk.
+    With rows G: the gradients of ``weight · ⟨g, plan x⟩`` in the queries' numbers and,
+    with D_FINAL and D_SCALE, in these; TOTALS gets ``⟨g, plan x⟩`` without the weight, by chunk.
     """
-    pair, head, chunk = place(HEADS, L, CHUNKS)
+    pair, head, chunk = place(HEADS, L, START, COUNT)
     n = chunk * C + tl.arange(0, C)
     ranks = pair * N
     X += head * KEYS * D
@@ -102,18 +103,18 @@ def apply_kernel(
             m = transposed_product(w, g)
             if D_SCALE is not None:
                 dots += tl.sum(k * m, 1)
-            if HAS_FINAL:
+            if D_FINAL is not None:
                 final_dots -= tl.sum(k * m, 1)
             m = transposed_product(g, w, m)
             slope += tl.sum(gap_slope(k, gap, COMPLEX) * m, 1)
-            if HAS_FINAL:
+            if D_FINAL is not None:
                 final_dots += tl.sum(k * m, 1)
             if ROWS > 0:
                 far = on_states(w, g_states, COMPLEX)
                 if D_SCALE is not None:
                     dots += tl.sum(leave * far, 1)
                 behind = on_states(g, w_states, COMPLEX) * early
-                if HAS_FINAL:
+                if D_FINAL is not None:
                     final_dots += tl.sum(leave * behind, 1)
                 wave = waves(
                     TABLE, t, t_first, t_last, inverse_width, "slope", COMPLEX, ROWS, exact
@@ -128,7 +129,7 @@ def apply_kernel(
     if G is not None:
         inside = n < N
         tl.store(D_VALUES + ranks + n, slope * (late * inverse_width), mask=inside)
-        if HAS_FINAL:
+        if D_FINAL is not None:
             factor = tl.load(FINAL + n, mask=inside, other=0.0)
             tl.store(D_FINAL + ranks + n, over(final_dots * late, factor), mask=inside)
         if TOTALS is not None:
@@ -137,16 +138,17 @@ def apply_kernel(
             tl.store(D_SCALE + ranks + n, over(dots * late, scale), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("CHUNKS", "START", "COUNT"))
 def cross_kernel(
     X, K_ORDER, FIRST, K_S, G, Q_ORDER, FINAL, Q_S, SCALE, TABLE: tl.constexpr, INVERSE_WIDTH,
     X_STATES, G_STATES, TOTALS,
-    N, KEYS, QUERIES, HEADS, L, CHUNKS, D: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr,
+    N, KEYS, QUERIES, HEADS, L, CHUNKS, START, COUNT, D: tl.constexpr, COMPLEX: tl.constexpr,
+    ROWS: tl.constexpr,
     HAS_FIRST: tl.constexpr, HAS_FINAL: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_D: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """``Σ_n scale_n (κ_k x)_n · (κ_q g)_n``, one sum per chunk: ⟨g, plan x⟩ from both ends."""
-    pair, head, chunk = place(HEADS, L, CHUNKS)
+    pair, head, chunk = place(HEADS, L, START, COUNT)
     n = chunk * C + tl.arange(0, C)
     ranks = pair * N
     X += head * KEYS * D

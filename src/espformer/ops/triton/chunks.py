@@ -8,8 +8,9 @@ states, a few rows per side and chunk: with poles p of the table of exponentials
     R_c = Σ_{j after c} exp(-p (s_j - last_c)) x_j
 
 where first_c and last_c are the smallest and the largest number of the chunk (`states.py` makes
-them). They are float32, (batch, slices, chunks, rows, width). The rows are a short axis of at most
-STATE_ROWS, so that making and using them are matrix products too:
+them). They are (batch, slices, chunks, rows, width), in float32, or in bfloat16 for 16-bit rows and
+a real pole. The rows are a short axis of at most STATE_ROWS, so that making and using them are
+matrix products too:
 
     absolute: L, R and, for the backward, their ties;     squared: (Re, Im) of every pole, L then R
 
@@ -43,15 +44,15 @@ STATE_ROWS = tl.constexpr(16)  # the least that a matrix product on the tensor c
 
 
 @triton.jit
-def place(HEADS, L, CHUNKS):
-    """The (head, slice) pair of this program, its head, and its chunk.
+def place(HEADS, L, START, COUNT):
+    """The (head, slice) pair of this program, its head, and its chunk, one of COUNT from START on.
 
     Neighbouring programs belong to different heads: what runs at the same time seldom adds to the
     rows of the same tokens.
     """
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     rest = tl.program_id(0) // HEADS
-    return head * L + rest // CHUNKS, head, rest % CHUNKS
+    return head * L + rest // COUNT, head, START + rest % COUNT
 
 
 @triton.jit

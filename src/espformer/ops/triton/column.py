@@ -126,7 +126,7 @@ def complex_run(
 
 
 @triton.jit
-def entry(TABLE: tl.constexpr, WHICH: tl.constexpr, pole, POLES: tl.constexpr):
+def pole_entry(TABLE: tl.constexpr, WHICH: tl.constexpr, pole, POLES: tl.constexpr):
     """One of the four numbers that the table has for each pole: weight and pole, Re and Im."""
     found = TABLE[WHICH]
     for i in tl.static_range(1, POLES):
@@ -144,6 +144,13 @@ def no_states(BOTH: tl.constexpr, COMPLEX: tl.constexpr):
 
 
 @triton.jit
+def ranks_of(step, N, BACK: tl.constexpr, BLOCK: tl.constexpr):
+    """Ranks of the block that a walk comes to in that step."""
+    block = tl.cdiv(N, BLOCK) - 1 - step if BACK else step
+    return block * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
 def shares(
     u, x, S, n, N, inverse_width, states, pole, BACK: tl.constexpr, BOTH: tl.constexpr,
     TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, EXACT: tl.constexpr,
@@ -156,8 +163,8 @@ def shares(
     gap, linked = gaps(S, n, N, BACK)
     scaled = gap * inverse_width
     if COMPLEX:
-        w_re, w_im = entry(TABLE, 0, pole, POLES), entry(TABLE, 1, pole, POLES)
-        p_re, p_im = entry(TABLE, 2, pole, POLES), entry(TABLE, 3, pole, POLES)
+        w_re, w_im = pole_entry(TABLE, 0, pole, POLES), pole_entry(TABLE, 1, pole, POLES)
+        p_re, p_im = pole_entry(TABLE, 2, pole, POLES), pole_entry(TABLE, 3, pole, POLES)
         v_re = w_re * p_re - w_im * p_im
         v_im = w_re * p_im + w_im * p_re
         capped = tl.minimum(scaled, 40.0)
@@ -203,10 +210,8 @@ def walk(
     """
     added = (pole > 0) | BACK
     states = no_states(GRAD, COMPLEX)
-    blocks = tl.cdiv(N, BLOCK)
-    for step in range(blocks):
-        block = blocks - 1 - step if BACK else step
-        n = block * BLOCK + tl.arange(0, BLOCK)
+    for step in range(tl.cdiv(N, BLOCK)):
+        n = ranks_of(step, N, BACK, BLOCK)
         inside = n < N
         if RECIPROCAL:
             x = tl.where(n < length, 1.0, 0.0)

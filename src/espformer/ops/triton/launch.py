@@ -20,15 +20,16 @@ from espformer.ops.triton.states import link_kernel, scan_kernel, sums_kernel
 CHUNK = {2: 64, 4: 16}
 # Chunks whose states are loaded together when they are scanned: real ones, complex ones.
 AHEAD = 8, 4
-# Warps of a program, and registers of a thread, for 16-bit rows: "rows" is a plan applied, "grad"
-# its gradients, "both" the two at once. More registers, and fewer programs fit on a multiprocessor.
+# Warps of a program, and registers of a thread, for 16-bit rows. "rows" is a plan applied, "grad"
+# has the slope and either rows or scales, "all" has all three. More registers, and fewer programs
+# fit on a multiprocessor.
 WARPS = {
-    "absolute": {"sums": 1, "rows": 4, "cross": 4, "grad": 4, "both": 4},
-    "squared": {"sums": 2, "rows": 4, "cross": 4, "grad": 4, "both": 4},
+    "absolute": {"sums": 1, "rows": 4, "cross": 4, "grad": 4, "all": 4},
+    "squared": {"sums": 2, "rows": 4, "cross": 4, "grad": 4, "all": 4},
 }
 REGISTERS = {
-    "absolute": {"sums": 128, "rows": 96, "cross": 128, "grad": 128, "both": 168},
-    "squared": {"sums": 160, "rows": 128, "cross": 128, "grad": 128, "both": 168},
+    "absolute": {"sums": 128, "rows": 96, "cross": 128, "grad": 128, "all": 168},
+    "squared": {"sums": 160, "rows": 128, "cross": 128, "grad": 128, "all": 168},
 }
 
 
@@ -96,7 +97,10 @@ def _state_rows(metric: str, exact: bool, ties: bool) -> int:
 
 
 def _state_dtype(x: Tensor, metric: str) -> torch.dtype:
-    """Of states: they meet 16-bit waves as 16-bit numbers, unless large weights cancel in them."""
+    """Of states: they meet 16-bit waves as 16-bit numbers, unless large weights cancel in them.
+
+    The interpreter has no bfloat16, and takes float32 for what needs its range (`roomy`).
+    """
     short = x.element_size() == 2 and metric == "absolute" and not INTERPRETED
     return torch.bfloat16 if short else torch.float32
 
@@ -147,12 +151,12 @@ class PlanKernels:
         g_states, _ = self._states(self.queries, g, None, ties=False)
         keys, queries = self.keys, self.queries
         totals = self._by_chunk(out)
-        cross_kernel[self._grid](
+        self._launch(
+            cross_kernel, "cross", x,
             x, keys.order, keys.factor, keys.values, g, queries.order, queries.factor,
             queries.values, self.scale, self.table, self.inverse_width, x_states, g_states,
             totals, KEYS=x.shape[-2], QUERIES=g.shape[-2], ROWS=self._rows(ties=False),
             HAS_FIRST=keys.factor is not None, HAS_FINAL=queries.factor is not None,
-            **self._config(x, "cross"),
         )  # fmt: skip
         if self.chunks > 1:
             torch.sum(totals, -1, out=out)
@@ -183,17 +187,17 @@ class PlanKernels:
         totals: Tensor | None = None,
     ) -> None:  # fmt: skip
         """The plan from one side to the other, and with g its gradients on the other side."""
-        kernel = "rows" if g is None else "grad" if out is None or d_scale is None else "both"
+        name = "rows" if g is None else "grad" if out is None or d_scale is None else "all"
         rows = out if g is None else g
         assert rows is not None
-        apply_kernel[self._grid](
+        self._launch(
+            apply_kernel, name, x,
             x, keys.order, keys.factor, keys.values, queries.order, queries.factor,
             queries.values, self.scale, self.table, self.inverse_width, weight, *states, out,
             g, g_states, d_values, d_final, d_scale, totals,
             KEYS=x.shape[-2], QUERIES=rows.shape[-2],
             ROWS=self._rows(ties=g is not None), HAS_FIRST=keys.factor is not None,
             HAS_FINAL=queries.factor is not None, ATOMIC=out is None or out.dim() == 3,
-            **self._config(x, kernel),
         )  # fmt: skip
 
     def _rows(self, ties: bool) -> int:
@@ -206,24 +210,29 @@ class PlanKernels:
             return total
         return total.new_empty(self.batch, self.slices, self.chunks)
 
-    @property
-    def _grid(self) -> tuple[int]:
-        return (self.batch * self.slices * self.chunks,)
+    def _launch(self, kernel: Any, name: str, x: Tensor, *args: Any, **options: Any) -> None:
+        """Launches a kernel on all chunks.
 
-    def _config(self, x: Tensor, kernel: str) -> dict[str, Any]:
+        Where the last one is the only one that is not full, it goes apart: masks cost a sixth of
+        all instructions.
+        """
         width = x.shape[-1]
         block_d = column_block(width, self.exact)
         if self.exact:
-            tuned = {"num_warps": 1 if kernel == "sums" else 2}
+            tuned = {"num_warps": 1 if name == "sums" else 2}
         else:
-            warps = WARPS[self.metric][kernel]
-            tuned = {"num_warps": min(warps, self.chunk // 16)}
-            tuned["maxnreg"] = REGISTERS[self.metric][kernel]
-        return tuned | {
-            "N": self.ranks, "HEADS": self.batch, "L": self.slices, "CHUNKS": self.chunks,
-            "D": width, "COMPLEX": self.complex, "BLOCK_D": block_d, "C": self.chunk,
-            "EVEN": width % block_d == 0 and self.ranks % self.chunk == 0,
-        }  # fmt: skip
+            tuned = {"num_warps": min(WARPS[self.metric][name], self.chunk // 16)}
+            tuned["maxnreg"] = REGISTERS[self.metric][name]
+        full = self.ranks // self.chunk if width % block_d == 0 else 0
+        parts = [(0, self.chunks, full == self.chunks)]
+        if 1 < full < self.chunks and name != "sums":
+            parts = [(0, full, True), (full, 1, False)]
+        for start, count, even in parts:
+            kernel[(self.batch * self.slices * count,)](
+                *args, N=self.ranks, HEADS=self.batch, L=self.slices, CHUNKS=self.chunks,
+                START=start, COUNT=count, D=width, COMPLEX=self.complex, BLOCK_D=block_d,
+                C=self.chunk, EVEN=even, **options, **tuned,
+            )  # fmt: skip
 
     def _states(
         self, side: Ranks, x: Tensor, onward: Ranks | None, ties: bool
@@ -241,15 +250,16 @@ class PlanKernels:
             after = torch.empty_like(states)
             links = torch.empty(*shape, rows, device=x.device, dtype=torch.float32)
         other = side if onward is None else onward
-        sums_kernel[self._grid](
+        self._launch(
+            sums_kernel, "sums", x,
             x, side.order, side.factor, side.values, other.values, self.scale,
             self.table, self.inverse_width, states, after, links, TOKENS=x.shape[-2], ROWS=rows,
-            SCALED=side.factor is not None, THROUGH=onward is not None, **self._config(x, "sums"),
+            SCALED=side.factor is not None, THROUGH=onward is not None,
         )  # fmt: skip
         self._scan(side, states, None, None)
         if after is not None and self.complex:
             block_d = column_block(x.shape[-1], self.exact)
-            link_kernel[self._grid](
+            link_kernel[(self.batch * self.slices * self.chunks,)](
                 states, after, links, D=x.shape[-1], ROWS=rows, BLOCK_D=block_d, num_warps=1
             )
             self._scan(other, after, None, None)

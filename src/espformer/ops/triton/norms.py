@@ -18,7 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from espformer.ops.autograd import refuse_double_backward
-from espformer.ops.triton.column import column_config, no_states, shares, width_gradient
+from espformer.ops.triton.column import (
+    column_config,
+    no_states,
+    ranks_of,
+    shares,
+    width_gradient,
+)
 from espformer.ops.triton.gather import tile
 from espformer.ops.triton.registration import operator
 
@@ -32,14 +38,12 @@ def norm_kernel(
     pair = tl.program_id(0).to(tl.int64)
     inverse_width = tl.load(INVERSE_WIDTH + pair // L)
     at = pair * N
-    blocks = tl.cdiv(N, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for back in tl.static_range(2):
         for pole in range(POLES):
             states = no_states(False, COMPLEX)
-            for step in range(blocks):
-                block = blocks - 1 - step if back == 1 else step
-                n = block * BLOCK + tl.arange(0, BLOCK)
+            for step in range(tl.cdiv(N, BLOCK)):
+                n = ranks_of(step, N, back == 1, BLOCK)
                 inside = n < N
                 token = tl.load(ORDER + at + n, mask=inside, other=0)
                 x = tl.load(SQUARE + pair // L * N + token, mask=inside, other=0.0)
@@ -67,14 +71,12 @@ def norm_grad_kernel(
     inverse_width = tl.load(INVERSE_WIDTH + pair // L)
     upstream = tl.load(UPSTREAM + pair)
     at = pair * N
-    blocks = tl.cdiv(N, BLOCK)
     for back in tl.static_range(2):
         for pole in range(POLES):
             added = (pole > 0) | (back == 1)
             states = no_states(True, COMPLEX)
-            for step in range(blocks):
-                block = blocks - 1 - step if back == 1 else step
-                n = block * BLOCK + tl.arange(0, BLOCK)
+            for step in range(tl.cdiv(N, BLOCK)):
+                n = ranks_of(step, N, back == 1, BLOCK)
                 inside = n < N
                 rank = at + n
                 token = tl.load(ORDER + rank, mask=inside, other=0)

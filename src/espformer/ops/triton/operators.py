@@ -105,13 +105,11 @@ def _(query: Tensor, key: Tensor, query_values: Tensor, *_: Any) -> Tensor:
     return query_values.new_empty(query_values.shape[:2])
 
 
-def _new_gradients(
-    values: Tensor, first: Tensor | None, final: Tensor | None, weight: bool
-) -> list[Tensor]:
+def _new_gradients(values: Tensor, weight: bool, first: bool, final: bool) -> list[Tensor]:
     """Room for the fields of `Gradients`; empty where there is nothing to differentiate."""
     sliced = [values.new_empty(values.shape[:2] if weight else 0)]
     ranked = [values.new_empty(values.shape) for _ in range(3)]
-    return sliced + ranked + [values.new_empty(0 if x is None else x.shape) for x in (first, final)]
+    return sliced + ranked + [values.new_empty(values.shape if x else 0) for x in (first, final)]
 
 
 @operator("plans_backward")
@@ -119,16 +117,20 @@ def plans_backward(
     upstream: Tensor, weight: Tensor, value: Tensor, query_values: Tensor, key_values: Tensor,
     query_order: Tensor, key_order: Tensor, inverse_width: Tensor, scale: Tensor,
     first: Tensor | None, final: Tensor | None, metric: str,
-    with_upstream: bool,
+    with_upstream: bool, with_factors: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of ``Σ_l weight_l ⟨upstream, plan_l V⟩``.
 
-    Returns dV, the fields of `Gradients`, and the gradient of `upstream`: either that, if asked
-    for, or that of the weight. What does not exist is empty.
+    Returns dV, the fields of `Gradients`, and the gradient of `upstream`. That and the gradient of
+    the weight exclude each other; `first` and `final` have one `with_factors`. What is not there is
+    empty.
     """
     d_value = torch.zeros_like(value, dtype=torch.float32)
     d_upstream = torch.zeros_like(upstream, dtype=torch.float32) if with_upstream else None
-    found = _new_gradients(query_values, first, final, not with_upstream)
+    found = _new_gradients(
+        query_values, not with_upstream, with_factors and first is not None,
+        with_factors and final is not None,
+    )  # fmt: skip
     for group, plans in _groups(
         value, query_values, key_values, query_order, key_order, inverse_width, scale,
         first, final, metric, backward=True,
@@ -151,10 +153,13 @@ def _(
     upstream: Tensor, weight: Tensor, value: Tensor, query_values: Tensor, key_values: Tensor,
     query_order: Tensor, key_order: Tensor, inverse_width: Tensor, scale: Tensor,
     first: Tensor | None, final: Tensor | None, metric: str,
-    with_upstream: bool,
+    with_upstream: bool, with_factors: bool,
 ) -> list[Tensor]:  # fmt: skip
     end = upstream.new_empty(upstream.shape) if with_upstream else value.new_empty(0)
-    found = _new_gradients(query_values, first, final, not with_upstream)
+    found = _new_gradients(
+        query_values, not with_upstream, with_factors and first is not None,
+        with_factors and final is not None,
+    )  # fmt: skip
     return [value.new_empty(value.shape), *found, end]
 
 
@@ -162,7 +167,7 @@ def _plan_gradients(
     plan: list[Any], found: list[Tensor], need_width: bool
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the plan, in the order of the operators' arguments."""
-    query_values, key_values, _, _, width, _, first, final = plan
+    query_values, key_values, _, _, width, *_ = plan
     d_query_values, d_key_values, d_scale, d_first, d_final = found
     d_width = None
     if need_width:
@@ -170,7 +175,7 @@ def _plan_gradients(
         d_width = d_width + width_gradient(d_key_values, key_values, width)
     return (
         d_query_values, d_key_values, None, None, d_width, d_scale,
-        None if first is None else d_first, None if final is None else d_final, None,
+        d_first if d_first.numel() else None, d_final if d_final.numel() else None, None,
     )  # fmt: skip
 
 
@@ -182,10 +187,11 @@ def _apply_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 @refuse_double_backward("espformer::apply_plans")
 def _apply_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     value, weight, *plan = ctx.saved_tensors
+    needs = ctx.needs_input_grad
     d_value, d_weight, *found, _ = plans_backward(
-        grads[0].to(value.dtype), weight, value, *plan, ctx.metric, False
+        grads[0].to(value.dtype), weight, value, *plan, ctx.metric, False, any(needs[-3:-1])
     )
-    return d_value, d_weight, None, *_plan_gradients(plan, found, ctx.needs_input_grad[7])
+    return d_value, d_weight, None, *_plan_gradients(plan, found, needs[7])
 
 
 apply_plans.register_autograd(_apply_backward, setup_context=_apply_setup)
@@ -199,8 +205,11 @@ def _cross_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 @refuse_double_backward("espformer::cross_plans")
 def _cross_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     query, key, *plan = ctx.saved_tensors
-    d_key, _, *found, d_query = plans_backward(query, grads[0], key, *plan, ctx.metric, True)
-    return d_query, d_key, *_plan_gradients(plan, found, ctx.needs_input_grad[6])
+    needs = ctx.needs_input_grad
+    d_key, _, *found, d_query = plans_backward(
+        query, grads[0], key, *plan, ctx.metric, True, any(needs[-3:-1])
+    )
+    return d_query, d_key, *_plan_gradients(plan, found, needs[6])
 
 
 cross_plans.register_autograd(_cross_backward, setup_context=_cross_setup)

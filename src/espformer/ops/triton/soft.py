@@ -46,6 +46,11 @@ def _inverse_width(problem: Problem, batch: int) -> Tensor:
     return torch.full((batch,), 1 / max(width, 1 / most), device=device, dtype=torch.float32)
 
 
+def _exact(problem: Problem) -> bool:
+    """Whether rows of queries and keys meet in float32."""
+    return torch.promote_types(problem.query.dtype, problem.key.dtype) == torch.float32
+
+
 def _ranks_halves(problem: Problem) -> bool:
     """Whether numbers are sorted as 16-bit words, which shows NaN in all numbers of its slice."""
     most = max(problem.query.shape[-2], problem.key.shape[-2])
@@ -70,7 +75,7 @@ def _sorted(
 ) -> Side:
     """A side from its ranking, normalised."""
     lengths = None if mask is None else mask.sum(-1, dtype=torch.int32)
-    exact = problem.query.dtype == torch.float32
+    exact = _exact(problem)
     if problem.balance == "rows":
         scale = row_scales(values, lengths, width, problem.metric, exact)
         return Side(values, order, lengths, scale, None)
@@ -121,7 +126,7 @@ def _norms(
     coupling: Coupling | None,
 ) -> Tensor:  # fmt: skip
     """Squared norms of a side, each times ``Sᵀ T S' 1``, which its token gives away: (batch, L)."""
-    exact = problem.query.dtype == torch.float32
+    exact = _exact(problem)
     met = None  # one at every rank: row sums are, unless they were balanced in finitely many steps
     if other.factor is not None:
         met = sorted_column(other.factor, other.values, width, problem.metric, exact) * other.scale

@@ -44,10 +44,10 @@ def store_states(
     tl.store(STATES + at, states, mask=(r >= 0) & (r < ROWS) & (d[None, :] < D))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("CHUNKS", "START", "COUNT"))
 def sums_kernel(
     X, ORDER, X_SCALE, S, NEXT_S, SCALE, TABLE: tl.constexpr, INVERSE_WIDTH,
-    STATES, NEXT_STATES, LINKS, N, TOKENS, HEADS, L, CHUNKS, D: tl.constexpr,
+    STATES, NEXT_STATES, LINKS, N, TOKENS, HEADS, L, CHUNKS, START, COUNT, D: tl.constexpr,
     COMPLEX: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr, THROUGH: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +56,7 @@ def sums_kernel(
     THROUGH: also the sums of ``scale · κx`` for the kernel of the numbers NEXT_S, but
     for what the states of x add to them, which is done with LINKS once these are known.
     """
-    pair, head, chunk = place(HEADS, L, CHUNKS)
+    pair, head, chunk = place(HEADS, L, START, COUNT)
     n = chunk * C + tl.arange(0, C)
     ranks = pair * N
     tokens = load_ranks(ORDER + ranks, n, N, EVEN)
@@ -165,7 +165,7 @@ def scan_kernel(
         row = 2 * k + tl.where(rightwards, 0, 1)
         inside = (k[:, None] < ROWS // 2) & (d[None, :] < D)
     state = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    state_im = state
+    state_im = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     for i in range(0, CHUNKS, AHEAD):
         # All loads come before the first store: none could move across it.
         owns = ()
