@@ -178,3 +178,10 @@ def test_torch_alone_is_enough(tmp_path: Path) -> None:
     assert "command: python -m espformer.bench quick --device cpu" in done.stdout
     assert 'no plot: it needs matplotlib (pip install "espformer[plots]")' in done.stdout
     assert (tmp_path / "quick-cpu.csv").is_file()
+
+
+def test_a_command_is_told_without_where_its_files_went() -> None:
+    from espformer.bench.session import _without_output
+
+    asked = ["long", "-o", "here", "--operators", "esp", "--output=there", "-oelsewhere"]
+    assert _without_output(asked) == ["long", "--operators", "esp"]

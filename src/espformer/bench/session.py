@@ -50,7 +50,8 @@ def run(
     arguments = sys.argv[2:] if program[-1] == "bench" else sys.argv[1:]
     good = True
     for suite, cases in chosen.items():
-        stated = machine([*program, *arguments], where) | display.told(cases, row_seconds)
+        command = [*program, *_without_output(arguments)]
+        stated = machine(command, where) | display.told(cases, row_seconds)
         title = (SUITES[suite].__doc__ or suite).splitlines()[0].rstrip(".")
         stem = None if output is None else output / file_stem(suite, where)
         rows: list[Measurement] = []
@@ -66,3 +67,15 @@ def run(
                 print(f"written: {path}")
         good = good and not is_failure(rows)
     return good
+
+
+def _without_output(arguments: Sequence[str]) -> list[str]:
+    """Arguments but for the directory that results go to, which says nothing about them."""
+    kept: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word in ("-o", "--output"):
+            next(words, None)
+        elif not word.startswith(("--output=", "-o")):
+            kept.append(word)
+    return kept
