@@ -24,6 +24,7 @@ from espformer.ops.autograd import refuse_double_backward
 from espformer.ops.triton.instructions import QUARTER, cosine
 from espformer.ops.triton.launch import exponentials
 from espformer.ops.triton.registration import operator
+from espformer.ops.triton.sizes import power_of_2
 
 BLOCK, LEAST_BLOCK = 1024, 32
 
@@ -273,7 +274,7 @@ def column_config(values: Tensor, metric: str, exact: bool) -> dict[str, Any]:
         for number in (complex(w).real, complex(w).imag, complex(p).real, complex(p).imag)
     )
     slices, ranks = values.shape[-2:]
-    block = min(BLOCK, max(LEAST_BLOCK, triton.next_power_of_2(ranks)))
+    block = min(BLOCK, max(LEAST_BLOCK, power_of_2(ranks)))
     return {
         "N": ranks, "L": slices, "TABLE": numbers, "POLES": len(table.poles),
         "COMPLEX": metric != "absolute", "EXACT": exact, "BLOCK": block,

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from espformer.ops.triton.sizes import ceil_div, power_of_2
+
 # Rows are read many times over, once for every slice. Where the rows of a head fit in the cache of
 # a multiprocessor, which is several times faster than the one that all share, a program takes so
 # many tokens that it has a multiprocessor for itself. Where not, many small programs are better.
@@ -84,15 +86,15 @@ def pair_kernel(
 @functools.lru_cache(1024)
 def _tiles(batch: int, tokens: int, width: int, bytes_each: int) -> tuple[int, dict[str, Any]]:
     """How many programs share a head, and what each is made of."""
-    block_d = triton.next_power_of_2(width)
+    block_d = power_of_2(width)
     row = block_d * bytes_each
     most = min(MOST_ROWS, MOST_BYTES // row) if tokens * row <= CACHE_BYTES else FEW_ROWS
-    block_n = max(1, min(most, triton.next_power_of_2(tokens)))
-    while block_n > FEW_ROWS and batch * triton.cdiv(tokens, block_n) < FEWEST_PROGRAMS:
+    block_n = max(1, min(most, power_of_2(tokens)))
+    while block_n > FEW_ROWS and batch * ceil_div(tokens, block_n) < FEWEST_PROGRAMS:
         block_n //= 2
     warps = min(32, max(4, block_n * row // 2048))
     config = {"D": width, "BLOCK_N": block_n, "BLOCK_D": block_d, "num_warps": warps}
-    return triton.cdiv(tokens, block_n), config
+    return ceil_div(tokens, block_n), config
 
 
 def gather_sum(x: Tensor, index: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,12 +8,12 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from espformer.ops.exponentials import ABSOLUTE, GAUSSIAN, ExponentialSum
 from espformer.ops.triton.apply import apply_kernel, cross_kernel
 from espformer.ops.triton.instructions import INTERPRETED
+from espformer.ops.triton.sizes import ceil_div, power_of_2
 from espformer.ops.triton.states import link_kernel, scan_kernel, sums_kernel
 
 # Ranks of a chunk for 16-bit and for 32-bit rows (those are split in three: registers are short).
@@ -35,13 +35,13 @@ REGISTERS = {
 
 def chunk_size(ranks: int, dtype: torch.dtype) -> int:
     """Ranks of a chunk: fewer where there are not so many, and 16 is the least for tensor cores."""
-    return min(CHUNK[dtype.itemsize], max(16, triton.next_power_of_2(ranks)))
+    return min(CHUNK[dtype.itemsize], max(16, power_of_2(ranks)))
 
 
 def column_block(width: int, exact: bool) -> int:
     """Columns that a program holds at once, a power of two that wastes little."""
     if exact:
-        return min(32, max(16, triton.next_power_of_2(width)))
+        return min(32, max(16, power_of_2(width)))
     return 64 if width % 64 == 0 else 32
 
 
@@ -126,13 +126,13 @@ class PlanKernels:
         self.exact = dtype.itemsize == 4
         self.chunk = chunk_size(self.ranks, dtype)
         self.table = state_table(metric, self.exact)
-        self.chunks = triton.cdiv(self.ranks, self.chunk)
+        self.chunks = ceil_div(self.ranks, self.chunk)
 
     @staticmethod
     def scratch_bytes(x: Tensor, values: Tensor, metric: str, backward: bool) -> int:
         """What one slice takes: its states, and rows of its own if it must not add them."""
         ranks = values.shape[-1]
-        chunks = triton.cdiv(ranks, chunk_size(ranks, x.dtype))
+        chunks = ceil_div(ranks, chunk_size(ranks, x.dtype))
         rows = 0 if chunks == 1 else _state_rows(metric, x.element_size() == 4, backward)
         each = x.shape[-1] * _state_dtype(x, metric).itemsize + rows * 4
         bytes_ = (4 if backward else 2) * chunks * rows * each
@@ -272,12 +272,12 @@ class PlanKernels:
     ) -> None:
         """Every chunk's own sums to the states that enter it, in place."""
         rows, width = states.shape[-2:]
-        block_d = min(64, max(16, triton.next_power_of_2(width)))
-        grid = (self.batch * self.slices, 2, triton.cdiv(width, block_d))
+        block_d = min(64, max(16, power_of_2(width)))
+        grid = (self.batch * self.slices, 2, ceil_div(width, block_d))
         scan_kernel[grid](
             side.values, self.table, self.inverse_width, states, before, links,
             N=self.ranks, L=self.slices, CHUNKS=self.chunks, D=width, COMPLEX=self.complex,
             ROWS=rows, THROUGH=before is not None,
-            BLOCK_R=triton.next_power_of_2(rows // (4 if self.complex else 2)),
+            BLOCK_R=power_of_2(rows // (4 if self.complex else 2)),
             BLOCK_D=block_d, C=self.chunk, AHEAD=AHEAD[self.complex], EXACT=self.exact, num_warps=1,
         )  # fmt: skip

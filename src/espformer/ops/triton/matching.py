@@ -18,6 +18,7 @@ from torch import Tensor
 from espformer.ops.autograd import refuse_double_backward
 from espformer.ops.triton.gather import gather_distance, gather_dot, gather_sum
 from espformer.ops.triton.registration import operator
+from espformer.ops.triton.sizes import ceil_div, power_of_2
 
 
 @triton.jit
@@ -41,8 +42,8 @@ def match(order: Tensor, to: Tensor | None) -> Tensor:
     """
     out = torch.empty_like(order)
     tokens = order.shape[-1]
-    block = min(1024, triton.next_power_of_2(tokens))
-    blocks = triton.cdiv(tokens, block)
+    block = min(1024, power_of_2(tokens))
+    blocks = ceil_div(tokens, block)
     rows = order.numel() // tokens
     compose_kernel[(rows * blocks,)](order, to, out, tokens, blocks, BLOCK=block)
     return out

@@ -27,6 +27,7 @@ from espformer.ops.triton.column import (
 )
 from espformer.ops.triton.gather import tile
 from espformer.ops.triton.registration import operator
+from espformer.ops.triton.sizes import ceil_div, power_of_2
 
 
 @triton.jit
@@ -218,9 +219,9 @@ def centre_grad_kernel(
 
 
 def _centre_tiles(x: Tensor) -> tuple[tuple[int], dict[str, int]]:
-    block_d = triton.next_power_of_2(x.shape[-1])
+    block_d = power_of_2(x.shape[-1])
     block_n = max(1, 4096 // block_d)
-    blocks = triton.cdiv(x.shape[1], block_n)
+    blocks = ceil_div(x.shape[1], block_n)
     return (x.shape[0] * blocks,), {
         "BLOCKS": blocks,
         "D": x.shape[-1],

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from espformer.ops.autograd import refuse_double_backward
 from espformer.ops.triton.registration import operator
+from espformer.ops.triton.sizes import ceil_div, power_of_2
 
 MOST_TOKENS = 1 << 16
 IN_REGISTERS = 4096
@@ -217,7 +218,7 @@ def unrank(upstream: Tensor, order: Tensor, scale: float, dtype: torch.dtype) ->
     """``dx[order[l, n], l] = scale · upstream[l, n]``: (batch, N, L)."""
     batch, slices, tokens = order.shape
     dx = torch.empty(batch, tokens, slices, device=order.device, dtype=dtype)
-    unrank_kernel[(batch, triton.cdiv(tokens, 128))](
+    unrank_kernel[(batch, ceil_div(tokens, 128))](
         upstream, order, dx, tokens, slices, scale, BLOCK_N=128, BLOCK_L=16
     )
     return dx
@@ -235,7 +236,7 @@ def _infinity(dtype: torch.dtype) -> int:
 @functools.lru_cache(1024)
 def sort_config(tokens: int) -> dict[str, Any]:
     """How a program sorts a row: at most 32 words in every thread, loaded in vectors of 8."""
-    block = max(2, triton.next_power_of_2(tokens))
+    block = max(2, power_of_2(tokens))
     warps = max(1, block // 1024)
     held = max(1, block // (32 * warps))
     vector = min(8, held)
@@ -247,9 +248,9 @@ def sort_config(tokens: int) -> dict[str, Any]:
 
 @functools.lru_cache(1024)
 def _pack_config(slices: int, stride: int) -> tuple[int, dict[str, Any]]:
-    block_d = triton.next_power_of_2(slices)
+    block_d = power_of_2(slices)
     block_n = max(1, min(64, 8192 // block_d))
-    return triton.cdiv(stride, block_n), {"BLOCK_N": block_n, "BLOCK_D": block_d}
+    return ceil_div(stride, block_n), {"BLOCK_N": block_n, "BLOCK_D": block_d}
 
 
 def _pack(x: Tensor, y: Tensor | None, mask: Tensor | None, stride: int, dtype: Any) -> Tensor:
@@ -287,7 +288,7 @@ def rank_halves(x: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, T
         )
         return values, order
     words = _pack(x, None, mask, tokens, torch.int32).sort(-1).values
-    unpack_kernel[(batch * slices, triton.cdiv(tokens, 1024))](
+    unpack_kernel[(batch * slices, ceil_div(tokens, 1024))](
         words, lengths, values, order, tokens, slices, scale, **kind, BLOCK=1024
     )
     return values, order

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from espformer.ops.triton.sinkhorn.backward import (
@@ -19,6 +18,7 @@ from espformer.ops.triton.sinkhorn.backward import (
     value_grad_kernel,
 )
 from espformer.ops.triton.sinkhorn.forward import output_kernel, potential_kernel
+from espformer.ops.triton.sizes import ceil_div, power_of_2
 
 __all__ = ["ABSENT", "WIDEST", "Sides", "constants", "rank_of"]
 
@@ -78,7 +78,7 @@ def constants(
         chosen = COMPACT[halves]
     found: dict[str, Any] = {
         "D": dim,
-        "BLOCK_D": max(SMALLEST, triton.next_power_of_2(dim)),
+        "BLOCK_D": max(SMALLEST, power_of_2(dim)),
         "ROWS": chosen.rows,
         "COLUMNS": chosen.columns,
         # Three products of tensor cores are as good as one of float32, and faster; their operands
@@ -88,13 +88,13 @@ def constants(
         "num_stages": chosen.stages,
     }
     if width is not None:
-        found |= {"WIDTH": width, "BLOCK_W": max(SMALLEST, triton.next_power_of_2(width))}
+        found |= {"WIDTH": width, "BLOCK_W": max(SMALLEST, power_of_2(width))}
     return found
 
 
 def rank_of(updates: int, halves: bool) -> int:
     """Columns of the factors: one for each update, three if they are split into halves."""
-    return max(SMALLEST, triton.next_power_of_2(3 * updates if halves else updates))
+    return max(SMALLEST, power_of_2(3 * updates if halves else updates))
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Sides:
         return constants(kernel, self.halves, self.query.shape[-1], width, roomy=roomy)
 
     def _grid(self, rows: Tensor, meta: dict[str, Any]) -> tuple[int]:
-        return (triton.cdiv(rows.shape[1], meta["ROWS"]) * self.heads,)
+        return (ceil_div(rows.shape[1], meta["ROWS"]) * self.heads,)
 
     def _across(self, to_queries: bool) -> tuple[Tensor, Tensor]:
         return (self.query, self.key) if to_queries else (self.key, self.query)
@@ -153,9 +153,9 @@ class Sides:
     def delta(self, upstream: Tensor, output: Tensor, out: Tensor) -> None:
         """``upstream · output`` of every query."""
         width = output.shape[-1]
-        block = max(SMALLEST, triton.next_power_of_2(width))
+        block = max(SMALLEST, power_of_2(width))
         rows = max(1, 4096 // block)
-        delta_kernel[(triton.cdiv(output.shape[1], rows) * self.heads,)](
+        delta_kernel[(ceil_div(output.shape[1], rows) * self.heads,)](
             upstream, output, out, output.shape[1], WIDTH=width, BLOCK_W=block, ROWS=rows
         )
 
@@ -196,7 +196,7 @@ class Sides:
         factors_kernel[(heads,)](
             potentials, grads, log_ratio, found, change, heads, tokens, last, updates,
             OF_QUERIES=of_queries, SPLIT=split, RANK=rank,
-            BLOCK=min(1024, max(SMALLEST, triton.next_power_of_2(tokens))),
+            BLOCK=min(1024, max(SMALLEST, power_of_2(tokens))),
         )  # fmt: skip
         return found
 
