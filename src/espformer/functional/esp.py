@@ -88,7 +88,8 @@ def esp_attention(
             ``"dense"`` (Algorithm 1 as printed: O(L N²), for checks) or ``"auto"``: triton on a
             GPU, else linear. What the kernels do not cover (float64; heads wider than 256; hard
             sorting with averaged ties or N ≠ M; the interpolated coupling) is computed by
-            ``"linear"`` there too.
+            ``"linear"`` there too. Under ``torch.func`` (grad, vmap, jvp) it is dense: the others
+            have hand-written gradients that transforms cannot look into.
         attn_mask: only for calls written for ``scaled_dot_product_attention``: a boolean padding
             mask over keys, ``(batch, 1, 1, M)``. Anything else is refused.
         is_causal: refused: a causal doubly-stochastic matrix is the identity.
@@ -201,7 +202,13 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[None]:
 
 
 def _backend(name: str, backend: str, device: torch.device) -> ModuleType:
-    if backend == "dense":
+    transformed = _under_transforms()
+    if transformed and backend not in ("auto", "dense"):
+        raise ValueError(
+            f'{name}: torch.func cannot transform backend="{backend}", whose gradient is '
+            'hand-written; pass backend="dense", or "auto", which picks it there'
+        )
+    if backend == "dense" or transformed:
         return reference
     if backend == "linear" or (backend == "auto" and device.type != "cuda"):
         return esp
@@ -221,12 +228,24 @@ def _backend(name: str, backend: str, device: torch.device) -> ModuleType:
     return kernels
 
 
+def _under_transforms() -> bool:
+    """Whether ``torch.func`` transforms this call."""
+    active = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return active is not None and not torch.compiler.is_compiling() and active()
+
+
 class _StraightThrough(torch.autograd.Function):
     """The second argument, with the gradient of the first: exact, unlike adding a difference."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, soft: Tensor, shown: Tensor) -> Tensor:
-        return shown
+    def forward(soft: Tensor, shown: Tensor) -> Tensor:
+        return shown.view_as(shown)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
