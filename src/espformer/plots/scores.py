@@ -62,7 +62,10 @@ def scores_by_setting(
     for score in scores:
         values[score.series][score.setting].append(score.value)
     looks = {
-        name: {"color": SERIES[i % len(SERIES)], "marker": _MARKERS[i // len(SERIES)]}
+        name: {
+            "color": SERIES[i % len(SERIES)],
+            "marker": _MARKERS[i // len(SERIES) % len(_MARKERS)],
+        }
         for i, name in enumerate(values)
     }
     shown = [(None, list(values))] if panels is None else list(panels.items())

@@ -62,7 +62,7 @@ def build_chunks(table, row, chunk, alone=False, width=64):
         names = ("STATES", "NEXT_STATES", "FROM", "X_STATES", "W_STATES", "G_STATES")
         tokens |= {name: "*bf16" for name in names}
     for through in () if alone else (False, True):
-        more = dict(EVEN=through, SCALED=not through, THROUGH=through)
+        more = dict(EVEN=through, THROUGH=through)
         build(sums_kernel, base | more | (dict(X_SCALE=None) if through else {}), **tokens)
     scan = dict(BLOCK_R=4 if complex_ else 2, AHEAD=2, EXACT=exact, THROUGH=not complex_)
     if not alone:
@@ -70,7 +70,7 @@ def build_chunks(table, row, chunk, alone=False, width=64):
     if complex_ and not alone:
         build(link_kernel, dict(D=width, ROWS=rows, BLOCK_D=32), warps=1)
     for even in (False, True):
-        more = base | dict(EVEN=even, ATOMIC=even, HAS_FIRST=not even, HAS_FINAL=not even)
+        more = base | dict(EVEN=even, ATOMIC=even)
         more |= dict(FIRST=None, FINAL=None) if even else {}
         build(cross_kernel, more, **tokens)
         scales = dict(TOTALS=None, D_SCALE=None)
@@ -87,7 +87,7 @@ def build_chunks(table, row, chunk, alone=False, width=64):
 
 # As they are launched: whole rows, two states, bounded registers.
 base = dict(COMPLEX=False, ROWS=2, BLOCK_D=64, D=64, C=64, TABLE=state_table("absolute", False))
-base |= dict(EVEN=True, ATOMIC=True, HAS_FIRST=False, HAS_FINAL=False, FIRST=None, FINAL=None)
+base |= dict(EVEN=True, ATOMIC=True, FIRST=None, FINAL=None)
 rows = dict(X="*bf16", G="*bf16", X_STATES="*bf16", W_STATES="*bf16", G_STATES="*bf16")
 none = dict(G=None, G_STATES=None, D_VALUES=None, D_FINAL=None, TOTALS=None, D_SCALE=None)
 build(apply_kernel, base | none, registers=REGISTERS["absolute"]["rows"], **rows)

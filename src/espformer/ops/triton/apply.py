@@ -47,9 +47,8 @@ def apply_kernel(
     X, K_ORDER, FIRST, K_S, Q_ORDER, FINAL, Q_S, SCALE, TABLE: tl.constexpr, INVERSE_WIDTH,
     WEIGHT, X_STATES, W_STATES, OUT, G, G_STATES, D_VALUES, D_FINAL, D_SCALE, TOTALS,
     N, KEYS, QUERIES, HEADS, L, CHUNKS, START, COUNT, D: tl.constexpr, COMPLEX: tl.constexpr,
-    ROWS: tl.constexpr,
-    HAS_FIRST: tl.constexpr, HAS_FINAL: tl.constexpr, ATOMIC: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_D: tl.constexpr, C: tl.constexpr,
+    ROWS: tl.constexpr, ATOMIC: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Adds the plan of one slice, applied to the rows of the keys, to the rows of the queries: OUT.
 
@@ -60,9 +59,9 @@ def apply_kernel(
     n = chunk * C + tl.arange(0, C)
     ranks = pair * N
     X += head * KEYS * D
-    if HAS_FIRST:
+    if FIRST is not None:
         FIRST += ranks
-    if HAS_FINAL:
+    if FINAL is not None:
         FINAL += ranks
     if ROWS > 0:
         X_STATES += pair * CHUNKS * ROWS * D
@@ -87,11 +86,11 @@ def apply_kernel(
     final_dots = tl.zeros((C,), tl.float32)
     for start in tl.range(0, D, BLOCK_D, num_stages=1):
         d = start + tl.arange(0, BLOCK_D)
-        x = load_rows(X, FIRST, keys, n, N, d, D, HAS_FIRST, EVEN)
+        x = load_rows(X, FIRST, keys, n, N, d, D, EVEN)
         x_states = load_states(X_STATES, chunk, d, D, ROWS)
         w_states = load_states(W_STATES, chunk, d, D, ROWS)
         if G is not None:
-            g = roomy(load_rows(G, FINAL, queries, n, N, d, D, HAS_FINAL, EVEN))
+            g = roomy(load_rows(G, FINAL, queries, n, N, d, D, EVEN))
             g_states = load_states(G_STATES, chunk, d, D, ROWS)
         k, _ = near(s, first, x, inverse_width, COMPLEX, exact)
         leave = leaving(TABLE, s, first, last, inverse_width, x, x_states, COMPLEX, ROWS)
@@ -122,10 +121,7 @@ def apply_kernel(
                 slope += tl.sum(wave * (far + behind), 1)
         if OUT is not None:
             y = spread(k, w, leave * early, w_states, COMPLEX, ROWS)
-            add_rows(
-                OUT, FINAL, y * late, queries, pair, head, n, N, QUERIES, d, D, HAS_FINAL, ATOMIC,
-                EVEN,
-            )  # fmt: skip
+            add_rows(OUT, FINAL, y * late, queries, pair, head, n, N, QUERIES, d, D, ATOMIC, EVEN)
     if G is not None:
         inside = n < N
         tl.store(D_VALUES + ranks + n, slope * (late * inverse_width), mask=inside)
@@ -143,9 +139,7 @@ def cross_kernel(
     X, K_ORDER, FIRST, K_S, G, Q_ORDER, FINAL, Q_S, SCALE, TABLE: tl.constexpr, INVERSE_WIDTH,
     X_STATES, G_STATES, TOTALS,
     N, KEYS, QUERIES, HEADS, L, CHUNKS, START, COUNT, D: tl.constexpr, COMPLEX: tl.constexpr,
-    ROWS: tl.constexpr,
-    HAS_FIRST: tl.constexpr, HAS_FINAL: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_D: tl.constexpr, C: tl.constexpr,
+    ROWS: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """``Σ_n scale_n (κ_k x)_n · (κ_q g)_n``, one sum per chunk: ⟨g, plan x⟩ from both ends."""
     pair, head, chunk = place(HEADS, L, START, COUNT)
@@ -153,9 +147,9 @@ def cross_kernel(
     ranks = pair * N
     X += head * KEYS * D
     G += head * QUERIES * D
-    if HAS_FIRST:
+    if FIRST is not None:
         FIRST += ranks
-    if HAS_FINAL:
+    if FINAL is not None:
         FINAL += ranks
     if ROWS > 0:
         X_STATES += pair * CHUNKS * ROWS * D
@@ -168,8 +162,8 @@ def cross_kernel(
     dots = tl.zeros((C,), tl.float32)
     for start in tl.range(0, D, BLOCK_D, num_stages=1):
         d = start + tl.arange(0, BLOCK_D)
-        x = load_rows(X, FIRST, keys, n, N, d, D, HAS_FIRST, EVEN)
-        g = load_rows(G, FINAL, queries, n, N, d, D, HAS_FINAL, EVEN)
+        x = load_rows(X, FIRST, keys, n, N, d, D, EVEN)
+        g = load_rows(G, FINAL, queries, n, N, d, D, EVEN)
         x_states = load_states(X_STATES, chunk, d, D, ROWS)
         g_states = load_states(G_STATES, chunk, d, D, ROWS)
         k, _ = near(s, first, x, inverse_width, COMPLEX, exact)

@@ -195,13 +195,10 @@ def transposed_product(x, y, total=None):
 @triton.jit
 def on_states(x, states, COMPLEX: tl.constexpr):
     """``x statesᵀ``, (ranks, state rows)."""
-    if x.dtype == tl.float32:
-        far = tl.dot(x, tl.trans(states), input_precision="tf32x3")
-    else:
-        rounded = states.to(x.dtype)
-        far = tl.dot(x, tl.trans(rounded))
-        if COMPLEX:  # large weights of several poles cancel
-            far = tl.dot(x, tl.trans((states - rounded.to(tl.float32)).to(x.dtype)), far)
+    rounded = states.to(x.dtype)
+    far = transposed_product(x, rounded)
+    if COMPLEX and x.dtype != tl.float32:  # large weights of several poles cancel
+        far = transposed_product(x, (states - rounded.to(tl.float32)).to(x.dtype), far)
     return far
 
 
@@ -244,7 +241,7 @@ def load_states(STATES, chunk, d, D: tl.constexpr, ROWS: tl.constexpr):
     ROWS is zero where there is only one chunk, and nothing enters it.
     """
     r = tl.arange(0, STATE_ROWS)[:, None]
-    states = tl.zeros((STATE_ROWS, d.shape[0]), tl.float32)  # and not looked at
+    states = tl.zeros((STATE_ROWS, d.shape[0]), tl.float32)
     if ROWS > 0:
         at = STATES + (chunk * ROWS + r) * D + d[None, :]
         states = tl.load(at, mask=(r < ROWS) & (d[None, :] < D), other=0.0)

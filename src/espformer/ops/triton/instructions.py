@@ -122,7 +122,7 @@ else:
 def exact_cosine(angle):
     """Cosine of an angle up to a thousand, to the last bit or two of float32.
 
-    The library's has a branch for angles of any size, which makes up half of a kernel's code.
+    The library's has a branch for angles of any size: over a third of a kernel's code.
     """
     quarters = tl.floor(angle * (1 / QUARTER) + 0.5)
     # π/2 in three parts; the first two are so short that their products are not rounded.

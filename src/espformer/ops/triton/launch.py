@@ -20,13 +20,10 @@ from espformer.ops.triton.states import link_kernel, scan_kernel, sums_kernel
 CHUNK = {2: 64, 4: 16}
 # Chunks whose states are loaded together when they are scanned: real ones, complex ones.
 AHEAD = 8, 4
-# Warps of a program, and registers of a thread, for 16-bit rows. "rows" is a plan applied, "grad"
-# has the slope and either rows or scales, "all" has all three. More registers, and fewer programs
-# fit on a multiprocessor.
-WARPS = {
-    "absolute": {"sums": 1, "rows": 4, "cross": 4, "grad": 4, "all": 4},
-    "squared": {"sums": 2, "rows": 4, "cross": 4, "grad": 4, "all": 4},
-}
+# For 16-bit rows: warps that sum a chunk (other programs have one for 16 ranks), and registers of a
+# thread. "rows" is a plan applied, "grad" has the slope and either rows or scales, "all" has all
+# three. More registers, and fewer programs fit on a multiprocessor.
+SUMMING_WARPS = {"absolute": 1, "squared": 2}
 REGISTERS = {
     "absolute": {"sums": 128, "rows": 96, "cross": 128, "grad": 128, "all": 168},
     "squared": {"sums": 160, "rows": 128, "cross": 128, "grad": 128, "all": 168},
@@ -156,7 +153,6 @@ class PlanKernels:
             x, keys.order, keys.factor, keys.values, g, queries.order, queries.factor,
             queries.values, self.scale, self.table, self.inverse_width, x_states, g_states,
             totals, KEYS=x.shape[-2], QUERIES=g.shape[-2], ROWS=self._rows(ties=False),
-            HAS_FIRST=keys.factor is not None, HAS_FINAL=queries.factor is not None,
         )  # fmt: skip
         if self.chunks > 1:
             torch.sum(totals, -1, out=out)
@@ -196,8 +192,7 @@ class PlanKernels:
             queries.values, self.scale, self.table, self.inverse_width, weight, *states, out,
             g, g_states, d_values, d_final, d_scale, totals,
             KEYS=x.shape[-2], QUERIES=rows.shape[-2],
-            ROWS=self._rows(ties=g is not None), HAS_FIRST=keys.factor is not None,
-            HAS_FINAL=queries.factor is not None, ATOMIC=out is None or out.dim() == 3,
+            ROWS=self._rows(ties=g is not None), ATOMIC=out is None or out.dim() == 3,
         )  # fmt: skip
 
     def _rows(self, ties: bool) -> int:
@@ -214,14 +209,17 @@ class PlanKernels:
         """Launches a kernel on all chunks.
 
         Where the last one is the only one that is not full, it goes apart: masks cost a sixth of
-        all instructions.
+        all instructions (of `sums`, less than another launch).
         """
         width = x.shape[-1]
         block_d = column_block(width, self.exact)
         if self.exact:
             tuned = {"num_warps": 1 if name == "sums" else 2}
         else:
-            tuned = {"num_warps": min(WARPS[self.metric][name], self.chunk // 16)}
+            warps = self.chunk // 16
+            if name == "sums":
+                warps = min(warps, SUMMING_WARPS[self.metric])
+            tuned = {"num_warps": warps}
             tuned["maxnreg"] = REGISTERS[self.metric][name]
         full = self.ranks // self.chunk if width % block_d == 0 else 0
         parts = [(0, self.chunks, full == self.chunks)]
@@ -254,7 +252,7 @@ class PlanKernels:
             sums_kernel, "sums", x,
             x, side.order, side.factor, side.values, other.values, self.scale,
             self.table, self.inverse_width, states, after, links, TOKENS=x.shape[-2], ROWS=rows,
-            SCALED=side.factor is not None, THROUGH=onward is not None,
+            THROUGH=onward is not None,
         )  # fmt: skip
         self._scan(side, states, None, None)
         if after is not None and self.complex:

@@ -105,11 +105,14 @@ def _(query: Tensor, key: Tensor, query_values: Tensor, *_: Any) -> Tensor:
     return query_values.new_empty(query_values.shape[:2])
 
 
-def _new_gradients(values: Tensor, weight: bool, first: bool, final: bool) -> list[Tensor]:
+def _new_gradients(
+    values: Tensor, first: Tensor | None, final: Tensor | None, weight: bool, factors: bool
+) -> list[Tensor]:
     """Room for the fields of `Gradients`; empty where there is nothing to differentiate."""
     sliced = [values.new_empty(values.shape[:2] if weight else 0)]
     ranked = [values.new_empty(values.shape) for _ in range(3)]
-    return sliced + ranked + [values.new_empty(values.shape if x else 0) for x in (first, final)]
+    wanted = [factors and x is not None for x in (first, final)]
+    return sliced + ranked + [values.new_empty(values.shape if x else 0) for x in wanted]
 
 
 @operator("plans_backward")
@@ -127,10 +130,7 @@ def plans_backward(
     """
     d_value = torch.zeros_like(value, dtype=torch.float32)
     d_upstream = torch.zeros_like(upstream, dtype=torch.float32) if with_upstream else None
-    found = _new_gradients(
-        query_values, not with_upstream, with_factors and first is not None,
-        with_factors and final is not None,
-    )  # fmt: skip
+    found = _new_gradients(query_values, first, final, not with_upstream, with_factors)
     for group, plans in _groups(
         value, query_values, key_values, query_order, key_order, inverse_width, scale,
         first, final, metric, backward=True,
@@ -156,10 +156,7 @@ def _(
     with_upstream: bool, with_factors: bool,
 ) -> list[Tensor]:  # fmt: skip
     end = upstream.new_empty(upstream.shape) if with_upstream else value.new_empty(0)
-    found = _new_gradients(
-        query_values, not with_upstream, with_factors and first is not None,
-        with_factors and final is not None,
-    )  # fmt: skip
+    found = _new_gradients(query_values, first, final, not with_upstream, with_factors)
     return [value.new_empty(value.shape), *found, end]
 
 

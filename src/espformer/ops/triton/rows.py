@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def load_rows(X, SCALE, tokens, n, N, d, D: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr):
+def load_rows(X, SCALE, tokens, n, N, d, D: tl.constexpr, EVEN: tl.constexpr):
     """Rows of the tokens at ranks n, (ranks, columns), times their scales; zero past the end.
 
     EVEN says that chunks and columns fill their blocks, which saves the masks.
@@ -17,7 +17,7 @@ def load_rows(X, SCALE, tokens, n, N, d, D: tl.constexpr, SCALED: tl.constexpr, 
         x = tl.load(X + at)
     else:
         x = tl.load(X + at, mask=(d[None, :] < D) & (n[:, None] < N), other=0.0)
-    if SCALED:
+    if SCALE is not None:
         scale = tl.load(SCALE + n, mask=n < N, other=0.0)
         x = (x.to(tl.float32) * scale[:, None]).to(x.dtype)
     return x
@@ -26,14 +26,14 @@ def load_rows(X, SCALE, tokens, n, N, d, D: tl.constexpr, SCALED: tl.constexpr, 
 @triton.jit
 def add_rows(
     OUT, SCALE, y, tokens, pair, head, n, N, TOKENS, d, D: tl.constexpr,
-    SCALED: tl.constexpr, ATOMIC: tl.constexpr, EVEN: tl.constexpr,
+    ATOMIC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Adds ``scale · y`` to the rows of the tokens at ranks n.
 
     Not ATOMIC: every slice stores rows of its own; ranks whose scale is zero are left out.
     """
     here = (n[:, None] < N) & (d[None, :] < D)
-    if SCALED:
+    if SCALE is not None:
         scale = tl.load(SCALE + n, mask=n < N, other=0.0)[:, None]
         y = y * scale
     if ATOMIC:
@@ -44,6 +44,6 @@ def add_rows(
             tl.atomic_add(at, y, mask=here, sem="relaxed")
     else:
         at = OUT + pair * TOKENS * D + tokens[:, None] * D + d[None, :]
-        if SCALED:
+        if SCALE is not None:
             here = here & (scale != 0)
         tl.store(at, y, mask=here)

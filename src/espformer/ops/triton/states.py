@@ -48,8 +48,8 @@ def store_states(
 def sums_kernel(
     X, ORDER, X_SCALE, S, NEXT_S, SCALE, TABLE: tl.constexpr, INVERSE_WIDTH,
     STATES, NEXT_STATES, LINKS, N, TOKENS, HEADS, L, CHUNKS, START, COUNT, D: tl.constexpr,
-    COMPLEX: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr, THROUGH: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
+    COMPLEX: tl.constexpr, ROWS: tl.constexpr, THROUGH: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_D: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Every chunk's own sums of rows x, measured at its last number (left) and its first (right).
 
@@ -61,7 +61,7 @@ def sums_kernel(
     ranks = pair * N
     tokens = load_ranks(ORDER + ranks, n, N, EVEN)
     X += head * TOKENS * D
-    if SCALED:
+    if X_SCALE is not None:
         X_SCALE += ranks
     inverse_width = tl.load(INVERSE_WIDTH + head)
     exact: tl.constexpr = X.dtype.element_ty == tl.float32
@@ -75,7 +75,7 @@ def sums_kernel(
         onward = scale[:, None] * waves(
             TABLE, t, t_first, t_last, inverse_width, "in", COMPLEX, ROWS, exact, after
         )
-        x = load_rows(X, X_SCALE, tokens, n, N, tl.arange(0, BLOCK_D), D, SCALED, EVEN)
+        x = load_rows(X, X_SCALE, tokens, n, N, tl.arange(0, BLOCK_D), D, EVEN)
         k, _ = near(s, first, None, inverse_width, COMPLEX, exact)
         r = tl.arange(0, STATE_ROWS) - after
         kept = (r >= 0) & (r < ROWS)
@@ -97,7 +97,7 @@ def sums_kernel(
     for start in tl.static_range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
         if start > 0 or not THROUGH:
-            x = load_rows(X, X_SCALE, tokens, n, N, d, D, SCALED, EVEN)
+            x = load_rows(X, X_SCALE, tokens, n, N, d, D, EVEN)
         if THROUGH:
             x = roomy(x)
         sums = product(wave, x, COMPLEX)
