@@ -18,6 +18,11 @@ if not torch.cuda.is_available():
 hypothesis.settings.register_profile("espformer", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("espformer")
 
+# torch notes once and for all which functions ``with torch.device(...)`` minds: let it see the true
+# ones, not those that tests put in their place.
+with torch.device("cpu"):
+    torch.empty(0)
+
 # Where a buffer that nobody wrote to must not go unnoticed.
 OPERATORS = {"ops", "functional", "gpu"}
 

@@ -135,6 +135,16 @@ def test_masks_of_both_sides():
     torch.testing.assert_close(out[1:, :5], alone, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("differential", [False, True], ids=["esp", "differential"])
+def test_padded_self_attention_needs_no_coupling(monkeypatch, differential):
+    """As many queries as keys in every sequence: pieces of ranks would double the work."""
+    monkeypatch.setattr("espformer.ops.esp.couple", None)
+    mechanism = Differential(ESP(), 0.5) if differential else ESP()
+    mask = torch.arange(5) < torch.tensor([[5], [3]])
+    layer = Attention(8, 2, mechanism=mechanism)
+    assert layer(torch.randn(2, 5, 8), mask=mask).isfinite().all()
+
+
 def test_permutation_equivariance():
     torch.manual_seed(0)
     layer = Attention(12, 2).double()

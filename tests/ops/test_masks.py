@@ -35,6 +35,13 @@ def test_key_mask_alone_masks_queries_of_the_same_number():
     assert torch.equal(key_mask, mask[:, None])
 
 
+def test_one_mask_for_both_sides_stays_one():
+    mask = torch.rand(2, 4) < 0.5
+    query_mask, key_mask = resolve_masks("f", QUERY, QUERY, mask, mask)
+    assert query_mask is key_mask
+    assert torch.equal(key_mask, mask[:, None])
+
+
 def test_given_query_mask_stays():
     query_mask, key_mask = resolve_masks("f", QUERY, QUERY, ones(2, 4), ~ones(2, 4))
     assert query_mask.all()

@@ -26,7 +26,9 @@ def resolve_masks(
     head_dim)``, the shapes ``(..., N)``, ``(..., 1, N)`` and ``(..., heads, N)``.
 
     In self-attention one mask serves both sides: a ``key_mask`` alone also masks the queries when
-    there are as many queries as keys. To mask the keys only, pass a ``query_mask`` of ones.
+    there are as many queries as keys. To mask the keys only, pass a ``query_mask`` of ones. One
+    mask for both sides comes back as one tensor, which tells, without a look at the data, that
+    every sequence has as many queries as keys.
 
     Args:
         name: the calling function, for the error messages.
@@ -50,11 +52,12 @@ def resolve_masks(
         >>> query_mask.shape, query_mask is key_mask
         (torch.Size([2, 1, 3]), True)
     """
+    one = query_mask is None or query_mask is key_mask
     if query_mask is not None:
         query_mask = _resolve(name, "query_mask", query_mask, query, key)
     if key_mask is not None:
         key_mask = _resolve(name, "key_mask", key_mask, key, query)
-        if query_mask is None and query.shape[-2] == key.shape[-2]:
+        if one and query.shape[-2] == key.shape[-2]:
             query_mask = key_mask
     return query_mask, key_mask
 

@@ -19,6 +19,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter is slow: without a GPU, chunks of eight ranks make two from few tokens."""
     if DEVICE == "cpu":
         monkeypatch.setattr(launch, "CHUNK", {2: 8, 4: 8})
+        monkeypatch.setattr(launch, "LEAST", 2)
         monkeypatch.setattr(launch, "AHEAD", (2, 2))
 
 

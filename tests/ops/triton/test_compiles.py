@@ -53,7 +53,7 @@ def build_chunks(table, row, chunk, alone=False, width=64):
     complex_ = table is not ABSOLUTE
     exact = row == "*fp32"
     rows = 4 * len(table.poles) if complex_ else 4
-    base = dict(COMPLEX=complex_, ROWS=rows, BLOCK_D=32, D=width, C=chunk)
+    base = dict(COMPLEX=complex_, ROWS=rows, BLOCK_D=32, D=width, SPAN=chunk, C=chunk)
     base["TABLE"] = state_table("squared" if complex_ else "absolute", exact)
     if alone:  # one chunk, and no states
         base |= dict(ROWS=0, X_STATES=None, G_STATES=None, W_STATES=None)
@@ -86,13 +86,14 @@ def build_chunks(table, row, chunk, alone=False, width=64):
 
 
 # As they are launched: whole rows, two states, bounded registers.
-base = dict(COMPLEX=False, ROWS=2, BLOCK_D=64, D=64, C=64, TABLE=state_table("absolute", False))
-base |= dict(EVEN=True, ATOMIC=True, FIRST=None, FINAL=None)
+base = dict(COMPLEX=False, ROWS=2, BLOCK_D=64, D=64, SPAN=64, C=64)
+base |= dict(TABLE=state_table("absolute", False), EVEN=True, ATOMIC=True, FIRST=None, FINAL=None)
 rows = dict(X="*bf16", G="*bf16", X_STATES="*bf16", W_STATES="*bf16", G_STATES="*bf16")
 none = dict(G=None, G_STATES=None, D_VALUES=None, D_FINAL=None, TOTALS=None, D_SCALE=None)
 build(apply_kernel, base | none, registers=REGISTERS["absolute"]["rows"], **rows)
 every = dict(ROWS=4, D_FINAL=None, TOTALS=None)
 build(apply_kernel, base | every, registers=REGISTERS["absolute"]["all"], **rows)
+build(apply_kernel, base | every | dict(C=16, EVEN=False), warps=1, **rows)
 scan = dict(BLOCK_R=1, AHEAD=8, EXACT=False, THROUGH=True)
 build(scan_kernel, base | scan, warps=1, STATES="*bf16", FROM="*bf16")
 for table in (ABSOLUTE, GAUSSIAN[3]):
@@ -157,4 +158,4 @@ def test_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert len(run.stdout.splitlines()) == 120
+    assert len(run.stdout.splitlines()) == 121

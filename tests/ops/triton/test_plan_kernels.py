@@ -17,6 +17,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter is slow: without a GPU, chunks of four ranks make several from few tokens."""
     if DEVICE == "cpu":
         monkeypatch.setattr(launch, "CHUNK", {2: 4, 4: 4})
+        monkeypatch.setattr(launch, "LEAST", 2)
         monkeypatch.setattr(launch, "AHEAD", (2, 2))
 
 
@@ -31,6 +32,9 @@ CASES = [
     pytest.param("absolute", 1, 2, 11, 40, 0.1, id="absolute-B1-L2-N11-D40"),
     pytest.param("squared", 1, 1, 8, 64, 0.1, id="squared-B1-L1-N8-D64"),
     pytest.param("absolute", 2, 1, 11, 32, 0.3, id="absolute-B2-L1-N11-D32"),
+    # A last one that is shorter than others, after several and after one.
+    pytest.param("absolute", 2, 1, 9, 32, 0.3, id="absolute-B2-L1-N9-D32"),
+    pytest.param("squared", 1, 1, 5, 32, 0.3, id="squared-B1-L1-N5-D32"),
 ]
 
 

@@ -48,7 +48,7 @@ def apply_kernel(
     WEIGHT, X_STATES, W_STATES, OUT, G, G_STATES, D_VALUES, D_FINAL, D_SCALE, TOTALS,
     N, KEYS, QUERIES, HEADS, L, CHUNKS, START, COUNT, D: tl.constexpr, COMPLEX: tl.constexpr,
     ROWS: tl.constexpr, ATOMIC: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr,
-    C: tl.constexpr,
+    SPAN: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Adds the plan of one slice, applied to the rows of the keys, to the rows of the queries: OUT.
 
@@ -56,7 +56,8 @@ def apply_kernel(
     with D_FINAL and D_SCALE, in these; TOTALS gets ``⟨g, plan x⟩`` without the weight, by chunk.
     """
     pair, head, chunk = place(HEADS, L, START, COUNT)
-    n = chunk * C + tl.arange(0, C)
+    begin = chunk * SPAN
+    n = begin + tl.arange(0, C)
     ranks = pair * N
     X += head * KEYS * D
     if FIRST is not None:
@@ -71,8 +72,8 @@ def apply_kernel(
         if ROWS > 0:
             G_STATES += pair * CHUNKS * ROWS * D
     # All loads come first: what follows waits for the tensor cores, and nothing moves across that.
-    keys, s, first, last = side(K_S, K_ORDER, ranks, n, chunk, N, C, EVEN)
-    queries, t, t_first, t_last = side(Q_S, Q_ORDER, ranks, n, chunk, N, C, EVEN)
+    keys, s, first, last = side(K_S + ranks, K_ORDER + ranks, begin, N, C, EVEN)
+    queries, t, t_first, t_last = side(Q_S + ranks, Q_ORDER + ranks, begin, N, C, EVEN)
     scale = load_ranks(SCALE + ranks, n, N, EVEN)
     inverse_width = tl.load(INVERSE_WIDTH + head)
     weight = tl.load(WEIGHT + pair)
@@ -139,11 +140,13 @@ def cross_kernel(
     X, K_ORDER, FIRST, K_S, G, Q_ORDER, FINAL, Q_S, SCALE, TABLE: tl.constexpr, INVERSE_WIDTH,
     X_STATES, G_STATES, TOTALS,
     N, KEYS, QUERIES, HEADS, L, CHUNKS, START, COUNT, D: tl.constexpr, COMPLEX: tl.constexpr,
-    ROWS: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
+    ROWS: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr, SPAN: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """``Σ_n scale_n (κ_k x)_n · (κ_q g)_n``, one sum per chunk: ⟨g, plan x⟩ from both ends."""
     pair, head, chunk = place(HEADS, L, START, COUNT)
-    n = chunk * C + tl.arange(0, C)
+    begin = chunk * SPAN
+    n = begin + tl.arange(0, C)
     ranks = pair * N
     X += head * KEYS * D
     G += head * QUERIES * D
@@ -154,8 +157,8 @@ def cross_kernel(
     if ROWS > 0:
         X_STATES += pair * CHUNKS * ROWS * D
         G_STATES += pair * CHUNKS * ROWS * D
-    keys, s, first, last = side(K_S, K_ORDER, ranks, n, chunk, N, C, EVEN)
-    queries, t, t_first, t_last = side(Q_S, Q_ORDER, ranks, n, chunk, N, C, EVEN)
+    keys, s, first, last = side(K_S + ranks, K_ORDER + ranks, begin, N, C, EVEN)
+    queries, t, t_first, t_last = side(Q_S + ranks, Q_ORDER + ranks, begin, N, C, EVEN)
     scale = load_ranks(SCALE + ranks, n, N, EVEN)
     inverse_width = tl.load(INVERSE_WIDTH + head)
     exact: tl.constexpr = X.dtype.element_ty == tl.float32

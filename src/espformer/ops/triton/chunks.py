@@ -47,6 +47,8 @@ STATE_ROWS = tl.constexpr(16)  # the least that a matrix product on the tensor c
 def place(HEADS, L, START, COUNT):
     """The (head, slice) pair of this program, its head, and its chunk, one of COUNT from START on.
 
+    Chunk c begins at rank ``c · SPAN``; programs hold C ranks of it, all that there are.
+
     Neighbouring programs belong to different heads: what runs at the same time seldom adds to the
     rows of the same tokens.
     """
@@ -62,12 +64,12 @@ def number(S, n, N):
 
 
 @triton.jit
-def positions(S, chunk, N, C: tl.constexpr, EVEN: tl.constexpr):
+def positions(S, start, N, C: tl.constexpr, EVEN: tl.constexpr):
     """Sorted numbers of a chunk, its first and its last; past the end the last one repeats."""
-    n = chunk * C + tl.arange(0, C)
+    n = start + tl.arange(0, C)
     if not EVEN:
         n = tl.minimum(n, N - 1)
-    return tl.load(S + n), number(S, chunk * C, N), number(S, chunk * C + C - 1, N)
+    return tl.load(S + n), number(S, start, N), number(S, start + C - 1, N)
 
 
 @triton.jit
@@ -77,10 +79,10 @@ def load_ranks(X, n, N, EVEN: tl.constexpr):
 
 
 @triton.jit
-def side(S, ORDER, ranks, n, chunk, N, C: tl.constexpr, EVEN: tl.constexpr):
+def side(S, ORDER, start, N, C: tl.constexpr, EVEN: tl.constexpr):
     """A chunk of one side: its tokens and numbers, and its first and last number."""
-    tokens = load_ranks(ORDER + ranks, n, N, EVEN)
-    s, first, last = positions(S + ranks, chunk, N, C, EVEN)
+    tokens = load_ranks(ORDER, start + tl.arange(0, C), N, EVEN)
+    s, first, last = positions(S, start, N, C, EVEN)
     return tokens, s, first, last
 
 

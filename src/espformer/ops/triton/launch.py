@@ -18,6 +18,7 @@ from espformer.ops.triton.states import link_kernel, scan_kernel, sums_kernel
 
 # Ranks of a chunk for 16-bit and for 32-bit rows (those are split in three: registers are short).
 CHUNK = {2: 64, 4: 16}
+LEAST = 16  # the fewest that tensor cores take
 # Chunks whose states are loaded together when they are scanned: real ones, complex ones.
 AHEAD = 8, 4
 # For 16-bit rows: warps that sum a chunk (other programs have one for 16 ranks), and registers of a
@@ -31,8 +32,8 @@ REGISTERS = {
 
 
 def chunk_size(ranks: int, dtype: torch.dtype) -> int:
-    """Ranks of a chunk: fewer where there are not so many, and 16 is the least for tensor cores."""
-    return min(CHUNK[dtype.itemsize], max(16, power_of_2(ranks)))
+    """Ranks of a chunk: fewer where there are not so many."""
+    return min(CHUNK[dtype.itemsize], max(LEAST, power_of_2(ranks)))
 
 
 def column_block(width: int, exact: bool) -> int:
@@ -206,31 +207,35 @@ class PlanKernels:
         return total.new_empty(self.batch, self.slices, self.chunks)
 
     def _launch(self, kernel: Any, name: str, x: Tensor, *args: Any, **options: Any) -> None:
-        """Launches a kernel on all chunks.
+        """Launches a kernel on all chunks, or on the full ones and on the last one apart.
 
-        Where the last one is the only one that is not full, it goes apart: masks cost a sixth of
-        all instructions (of `sums`, less than another launch).
+        Masks cost a sixth of all instructions (of `sums`, less than another launch), and a few
+        ranks that are left need no program for 64.
         """
         width = x.shape[-1]
         block_d = column_block(width, self.exact)
-        if self.exact:
-            tuned = {"num_warps": 1 if name == "sums" else 2}
-        else:
-            warps = self.chunk // 16
-            if name == "sums":
-                warps = min(warps, SUMMING_WARPS[self.metric])
-            tuned = {"num_warps": warps}
-            tuned["maxnreg"] = REGISTERS[self.metric][name]
         full = self.ranks // self.chunk if width % block_d == 0 else 0
-        parts = [(0, self.chunks, full == self.chunks)]
-        if 1 < full < self.chunks and name != "sums":
-            parts = [(0, full, True), (full, 1, False)]
-        for start, count, even in parts:
+        parts = [(0, self.chunks, self.chunk)]
+        if 0 < full < self.chunks:
+            rest = chunk_size(self.ranks % self.chunk, x.dtype)
+            if rest < self.chunk or (full > 1 and name != "sums"):
+                parts = [(0, full, self.chunk), (full, 1, rest)]
+        for start, count, ranks in parts:
             kernel[(self.batch * self.slices * count,)](
                 *args, N=self.ranks, HEADS=self.batch, L=self.slices, CHUNKS=self.chunks,
                 START=start, COUNT=count, D=width, COMPLEX=self.complex, BLOCK_D=block_d,
-                C=self.chunk, EVEN=even, **options, **tuned,
+                SPAN=self.chunk, C=ranks, EVEN=start + count <= full, **options,
+                **self._tuned(name, ranks),
             )  # fmt: skip
+
+    def _tuned(self, name: str, ranks: int) -> dict[str, int]:
+        """Warps of a program that has so many ranks, and registers of a thread."""
+        if self.exact:
+            return {"num_warps": 1 if name == "sums" else 2}
+        warps = ranks // 16
+        if name == "sums":
+            warps = min(warps, SUMMING_WARPS[self.metric])
+        return {"num_warps": warps, "maxnreg": REGISTERS[self.metric][name]}
 
     def _states(
         self, side: Ranks, x: Tensor, onward: Ranks | None, ties: bool
@@ -277,5 +282,6 @@ class PlanKernels:
             N=self.ranks, L=self.slices, CHUNKS=self.chunks, D=width, COMPLEX=self.complex,
             ROWS=rows, THROUGH=before is not None,
             BLOCK_R=power_of_2(rows // (4 if self.complex else 2)),
-            BLOCK_D=block_d, C=self.chunk, AHEAD=AHEAD[self.complex], EXACT=self.exact, num_warps=1,
+            BLOCK_D=block_d, C=self.chunk,
+            AHEAD=min(AHEAD[self.complex], power_of_2(self.chunks)), EXACT=self.exact, num_warps=1,
         )  # fmt: skip

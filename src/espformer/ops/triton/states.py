@@ -28,6 +28,7 @@ from espformer.ops.triton.chunks import (
     place,
     positions,
     product,
+    side,
     waves,
 )
 from espformer.ops.triton.instructions import LOG2E, QUARTER, cosine, exp2, roomy
@@ -49,7 +50,7 @@ def sums_kernel(
     X, ORDER, X_SCALE, S, NEXT_S, SCALE, TABLE: tl.constexpr, INVERSE_WIDTH,
     STATES, NEXT_STATES, LINKS, N, TOKENS, HEADS, L, CHUNKS, START, COUNT, D: tl.constexpr,
     COMPLEX: tl.constexpr, ROWS: tl.constexpr, THROUGH: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_D: tl.constexpr, C: tl.constexpr,
+    BLOCK_D: tl.constexpr, SPAN: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Every chunk's own sums of rows x, measured at its last number (left) and its first (right).
 
@@ -57,21 +58,21 @@ def sums_kernel(
     for what the states of x add to them, which is done with LINKS once these are known.
     """
     pair, head, chunk = place(HEADS, L, START, COUNT)
-    n = chunk * C + tl.arange(0, C)
+    begin = chunk * SPAN
+    n = begin + tl.arange(0, C)
     ranks = pair * N
-    tokens = load_ranks(ORDER + ranks, n, N, EVEN)
     X += head * TOKENS * D
     if X_SCALE is not None:
         X_SCALE += ranks
     inverse_width = tl.load(INVERSE_WIDTH + head)
     exact: tl.constexpr = X.dtype.element_ty == tl.float32
-    s, first, last = positions(S + ranks, chunk, N, C, EVEN)
+    tokens, s, first, last = side(S + ranks, ORDER + ranks, begin, N, C, EVEN)
     wave = tl.trans(waves(TABLE, s, first, last, inverse_width, "in", COMPLEX, ROWS, exact))
     together: tl.constexpr = THROUGH and 2 * ROWS <= STATE_ROWS
     if THROUGH:
         after: tl.constexpr = ROWS if together else 0
         scale = load_ranks(SCALE + ranks, n, N, EVEN)
-        t, t_first, t_last = positions(NEXT_S + ranks, chunk, N, C, EVEN)
+        t, t_first, t_last = positions(NEXT_S + ranks, begin, N, C, EVEN)
         onward = scale[:, None] * waves(
             TABLE, t, t_first, t_last, inverse_width, "in", COMPLEX, ROWS, exact, after
         )
