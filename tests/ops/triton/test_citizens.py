@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 import espformer
 from espformer.ops.triton import launch, matching, norms, operators, ranking
+from espformer.ops.triton.balance import balanced_scales
 from espformer.ops.triton.column import row_scales, sorted_column
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,16 +51,29 @@ def strided(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(
     "name",
-    ["apply_plans", "cross_plans", "sorted_column", "row_scales", "norm_costs", "centre_rows"],
+    [
+        "apply_plans",
+        "cross_plans",
+        "sorted_column",
+        "row_scales",
+        "balanced_scales",
+        "norm_costs",
+        "centre_rows",
+    ],
 )
 def test_soft_operators(name: str) -> None:
     rows = numbers(1, 6, 4).requires_grad_()
     values, _, order, _, width, scale, *_ = plan()
+    lengths = torch.full((1,), 4, device=DEVICE).int()
     calls = {
         "apply_plans": (operators.apply_plans, (rows, torch.rand(1, 2, device=DEVICE), 6, *plan())),
         "cross_plans": (operators.cross_plans, (rows, numbers(1, 6, 4), *plan())),
-        "sorted_column": (sorted_column, (scale, values, width, "absolute", True)),
-        "row_scales": (row_scales, (values, torch.full((1,), 4).int(), width, "absolute", True)),
+        "sorted_column": (
+            sorted_column,
+            (scale.detach(), values.detach(), width.detach(), "absolute", True),
+        ),
+        "row_scales": (row_scales, (values, lengths, width, "absolute", True)),
+        "balanced_scales": (balanced_scales, (values, lengths, width, "absolute", True)),
         "centre_rows": (norms.centre_rows, (rows, numbers(1, 4), None, 0.5)),
         "norm_costs": (
             norms.norm_costs,

@@ -14,6 +14,7 @@ from triton.compiler import ASTSource, compile
 
 from espformer.ops.exponentials import ABSOLUTE, GAUSSIAN
 from espformer.ops.triton.apply import apply_kernel, cross_kernel
+from espformer.ops.triton.balance import BACKWARD, FORWARD, settle_kernel
 from espformer.ops.triton.column import column_kernel
 from espformer.ops.triton.gather import gather_kernel, pair_kernel
 from espformer.ops.triton.launch import REGISTERS, state_table
@@ -112,10 +113,13 @@ for table in (ABSOLUTE, GAUSSIAN[4]):
     poles |= dict(BLOCK=256, EXACT=True)
     plain = poles | dict(RECIPROCAL=False, LENGTHS=None)
     build(column_kernel, plain | dict(GRAD=False, P=None, SLOPE=None), warps=1)
-    build(column_kernel, plain | dict(GRAD=True), warps=1)
+    build(column_kernel, plain | dict(GRAD=True, Y=None), warps=1)
     ones = poles | dict(RECIPROCAL=True, X=None)
     build(column_kernel, ones | dict(GRAD=False, P=None, SLOPE=None), warps=1)
     build(column_kernel, ones | dict(GRAD=True), warps=1)
+    for exponents, absent in ((FORWARD, dict(UPSTREAM=None, SCALE=None)), (BACKWARD, {})):
+        steps = dict(EXPONENTS=exponents, STEPS=len(exponents))
+        build(settle_kernel, poles | steps | absent, warps=1)
     build(norm_kernel, poles, warps=1)
     build(norm_kernel, poles | dict(FACTOR=None), warps=1)
     build(norm_grad_kernel, poles | dict(ATOMIC=False), warps=1)
@@ -158,4 +162,4 @@ def test_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert len(run.stdout.splitlines()) == 121
+    assert len(run.stdout.splitlines()) == 125

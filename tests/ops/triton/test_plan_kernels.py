@@ -6,7 +6,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from espformer.ops.triton import column, launch, norms
+from espformer.ops.triton import balance, column, launch, norms
 from espformer.ops.triton.launch import Gradients, PlanKernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -133,8 +133,7 @@ def test_columns(
     kx = (side.matrix @ x.double().unsqueeze(-1)).squeeze(-1)
     close(column.sorted_column(x, side.values, inverse_width, metric, True), kx)
 
-    found, slope = column.sorted_column_backward(p, x, side.values, inverse_width, metric, True)
-    close(found, (side.matrix @ p.double().unsqueeze(-1)).squeeze(-1))
+    slope = column.sorted_slope(p, x, side.values, inverse_width, metric, True)
     # The weights of the squared metric are large and cancel.
     tolerance = 2e-5 if metric == "absolute" else 3e-5
     close(slope, side.slopes(x.double().unsqueeze(-1), p.double().unsqueeze(-1)), tolerance)
@@ -193,6 +192,32 @@ def test_row_scales(monkeypatch: pytest.MonkeyPatch, metric: str, t: float, padd
     upstream = torch.randn_like(scales)
     (found,) = torch.autograd.grad(scales, values, upstream)
     close(found, side.slopes(present, -upstream.double().unsqueeze(-1) * expected**2))
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize(("metric", "t"), [("absolute", 0.3), ("squared", 0.1)])
+def test_balanced_scales(
+    monkeypatch: pytest.MonkeyPatch, metric: str, t: float, padded: bool
+) -> None:
+    """The fixed point to the last digit, and its gradient by a dense solution."""
+    monkeypatch.setattr(column, "BLOCK", 4)
+    monkeypatch.setattr(column, "LEAST_BLOCK", 4)
+    side = Side(metric, 2, 2, 7, 1, t)
+    lengths = torch.tensor([5, 7] if padded else [7, 7], dtype=torch.int32, device=DEVICE)
+    present = (torch.arange(7, device=DEVICE) < lengths.view(2, 1, 1)).double().unsqueeze(-1)
+    x = present
+    for _ in range(60):
+        x = present * x / (x * (side.matrix @ x)).where(present > 0, 1).sqrt()
+    inverse_width = torch.full((2,), side.rate, device=DEVICE)
+    values = side.values.requires_grad_()
+    given = lengths if padded else None
+    scales = balance.balanced_scales(values, given, inverse_width, metric, True)
+    close(scales.detach(), x.squeeze(-1))
+    upstream = torch.randn_like(scales)
+    (found,) = torch.autograd.grad(scales, values, upstream)
+    system = torch.eye(7, device=DEVICE) + x * side.matrix * x.mT
+    v = torch.linalg.solve(system, x * upstream.double().unsqueeze(-1))
+    close(found, side.slopes(x, -x * v))
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])

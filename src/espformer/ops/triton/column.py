@@ -1,4 +1,4 @@
-"""Products of the sorted kernel with one column per slice: normalisers, balancing, masses.
+"""Products of the sorted kernel with one column per slice: normalisers and masses.
 
 A column is too thin for the tensor cores, so this file walks along the ranks: blocks of ranks are
 scanned in parallel (``tl.associative_scan`` of (decay, sum) pairs), and a running state goes from
@@ -204,7 +204,7 @@ def walk(
 ):  # fmt: skip
     """One pole in one direction; every walk but the first adds its share of ``κx`` to Y.
 
-    GRAD: of ``κp`` instead, and its share of ``p · κ'x + x · κ'p`` goes to SLOPE.
+    GRAD: of ``p · κ'x + x · κ'p`` to SLOPE instead.
 
     RECIPROCAL: x is one below `length` and zero from there on, and Y becomes one over ``κx``, or
     zero. With GRAD, Y is that already, and P is its gradient.
@@ -226,16 +226,16 @@ def walk(
             u, x, S, n, N, inverse_width, states, pole, BACK, GRAD, TABLE, POLES, COMPLEX, EXACT,
             BLOCK,
         )  # fmt: skip
-        if not (GRAD and RECIPROCAL):
+        if GRAD:
+            slope = u * x_slope + x * u_slope
+            slope += tl.load(SLOPE + n, mask=inside & added, other=0.0)
+            tl.store(SLOPE + n, slope, mask=inside)
+        else:
             y += tl.load(Y + n, mask=inside & added, other=0.0)
             if BACK and RECIPROCAL:
                 one_over = tl.where(n < length, 1.0 / tl.where(n < length, y, 1.0), 0.0)
                 y = tl.where(pole == POLES - 1, one_over, y)
             tl.store(Y + n, y, mask=inside)
-        if GRAD:
-            slope = u * x_slope + x * u_slope
-            slope += tl.load(SLOPE + n, mask=inside & added, other=0.0)
-            tl.store(SLOPE + n, slope, mask=inside)
 
 
 @triton.jit
@@ -244,14 +244,16 @@ def column_kernel(
     RECIPROCAL: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
     EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``y = κ x`` of one slice; with GRAD ``y = κ p`` and ``slope = p · κ'x + x · κ'p``."""
+    """``y = κ x`` of one slice; with GRAD ``slope = p · κ'x + x · κ'p`` instead."""
     pair = tl.program_id(0).to(tl.int64)
     at = pair * N
     length = N
     if LENGTHS is not None:
         length = tl.load(LENGTHS + pair // L)
-    if not RECIPROCAL:
+    if X is not None:
         X += at
+    if Y is not None:
+        Y += at
     if GRAD:
         P += at
         SLOPE += at
@@ -259,14 +261,17 @@ def column_kernel(
     for back in tl.static_range(2):
         for pole in range(POLES):
             walk(
-                S + at, X, P, Y + at, SLOPE, length, inverse_width, N, pole, back == 1, GRAD,
+                S + at, X, P, Y, SLOPE, length, inverse_width, N, pole, back == 1, GRAD,
                 RECIPROCAL, TABLE, POLES, COMPLEX, EXACT, BLOCK,
             )  # fmt: skip
             tl.debug_barrier()  # the next walk reads what this one has written
 
 
 def column_config(values: Tensor, metric: str, exact: bool) -> dict[str, Any]:
-    """What kernels that walk along the ranks are told about them and about κ."""
+    """What kernels that walk along the ranks are told about them and about κ.
+
+    `exact` where rows are float32.
+    """
     table = exponentials(metric, exact)
     numbers = tuple(
         number
@@ -286,7 +291,7 @@ def column_config(values: Tensor, metric: str, exact: bool) -> dict[str, Any]:
 def sorted_column(
     x: Tensor, values: Tensor, inverse_width: Tensor, metric: str, exact: bool
 ) -> Tensor:
-    """κ x for one column per slice, (batch, L, N); `exact` where rows are float32."""
+    """κ x for one column per slice, (batch, L, N), without a gradient."""
     y = torch.empty_like(values)
     column_kernel[(values.shape[0] * values.shape[1],)](
         x, None, values, None, inverse_width, y, None, GRAD=False, RECIPROCAL=False,
@@ -300,22 +305,16 @@ def _(x: Tensor, values: Tensor, inverse_width: Tensor, metric: str, exact: bool
     return values.new_empty(values.shape)
 
 
-@operator("sorted_column_backward")
-def sorted_column_backward(
-    upstream: Tensor, x: Tensor, values: Tensor, inverse_width: Tensor, metric: str, exact: bool
-) -> tuple[Tensor, Tensor]:
-    """κ P and the gradient of the values."""
-    dx, slope = torch.empty_like(values), torch.empty_like(values)
+def sorted_slope(
+    p: Tensor, x: Tensor, values: Tensor, inverse_width: Tensor, metric: str, exact: bool
+) -> Tensor:
+    """``p · κ'x + x · κ'p``: the gradient of ``pᵀ κ x`` in the values."""
+    slope = torch.empty_like(values)
     column_kernel[(values.shape[0] * values.shape[1],)](
-        x, upstream, values, None, inverse_width, dx, slope, GRAD=True, RECIPROCAL=False,
+        x, p, values, None, inverse_width, None, slope, GRAD=True, RECIPROCAL=False,
         **column_config(values, metric, exact),
     )  # fmt: skip
-    return dx, slope
-
-
-@sorted_column_backward.register_fake
-def _(upstream: Tensor, x: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return values.new_empty(values.shape), values.new_empty(values.shape)
+    return slope
 
 
 def width_gradient(d_values: Tensor, values: Tensor, inverse_width: Tensor) -> Tensor:
@@ -324,22 +323,6 @@ def width_gradient(d_values: Tensor, values: Tensor, inverse_width: Tensor) -> T
     centred = values - values.mean(-1, keepdim=True)
     total = (d_values * centred).sum((1, 2), dtype=torch.float64)
     return (total / inverse_width).to(d_values.dtype)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.metric, ctx.exact = inputs[3:]
-
-
-@refuse_double_backward("espformer::sorted_column")
-def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    x, values, width = ctx.saved_tensors
-    dx, slope = sorted_column_backward(grads[0], x, values, width, ctx.metric, ctx.exact)
-    d_width = width_gradient(slope, values, width) if ctx.needs_input_grad[2] else None
-    return dx, slope, d_width, None, None
-
-
-sorted_column.register_autograd(_backward, setup_context=_setup)
 
 
 @operator("row_scales")

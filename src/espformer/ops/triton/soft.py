@@ -10,10 +10,11 @@ from torch import Tensor
 from espformer.ops import esp
 from espformer.ops.coupling import Coupling, couple
 from espformer.ops.problem import Problem
+from espformer.ops.triton.balance import balanced_scales
 from espformer.ops.triton.column import row_scales, sorted_column
 from espformer.ops.triton.norms import centre_rows, norm_costs
 from espformer.ops.triton.operators import apply_plans, cross_plans
-from espformer.ops.triton.plans import Plans, Side, meet, valid_ranks
+from espformer.ops.triton.plans import Plans, Side, meet
 from espformer.ops.triton.ranking import MOST_TOKENS, rank_halves
 
 
@@ -79,13 +80,7 @@ def _sorted(
     if problem.balance == "rows":
         scale = row_scales(values, lengths, width, problem.metric, exact)
         return Side(values, order, lengths, scale, None)
-
-    def kernel(x: Tensor) -> Tensor:
-        column: Tensor = sorted_column(x.squeeze(-1), values, width, problem.metric, exact)
-        return column.unsqueeze(-1)
-
-    valid = None if lengths is None else valid_ranks(values, lengths)
-    scale = esp.SoftMixing(kernel, values, valid, problem.balance).scale_out.squeeze(-1)
+    scale = balanced_scales(values, lengths, width, problem.metric, exact)
     return Side(values, order, lengths, scale, scale)
 
 
@@ -128,8 +123,9 @@ def _norms(
     """Squared norms of a side, each times ``Sᵀ T S' 1``, which its token gives away: (batch, L)."""
     exact = _exact(problem)
     met = None  # one at every rank: row sums are, unless they were balanced in finitely many steps
-    if other.factor is not None:
-        met = sorted_column(other.factor, other.values, width, problem.metric, exact) * other.scale
+    if other.factor is not None:  # and then they are constant: no gradient
+        factor, values, width_ = other.factor.detach(), other.values.detach(), width.detach()
+        met = sorted_column(factor, values, width_, problem.metric, exact) * other.scale.detach()
     if coupling is not None:
         met = other.present() if met is None else met
         met = coupling(met.unsqueeze(-1)).squeeze(-1)
