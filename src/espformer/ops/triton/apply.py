@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from espformer.ops.triton.chunks import (
+    COUNTS,
     gap_slope,
     leaving,
     load_ranks,
@@ -42,7 +43,7 @@ def over(x, y):
     return tl.where(y == 0, 0.0, x / tl.where(y == 0, 1.0, y))
 
 
-@triton.jit(do_not_specialize=("CHUNKS", "START", "COUNT"))
+@triton.jit(do_not_specialize=COUNTS)
 def apply_kernel(
     X, K_ORDER, FIRST, K_S, Q_ORDER, FINAL, Q_S, SCALE, TABLE: tl.constexpr, INVERSE_WIDTH,
     WEIGHT, X_STATES, W_STATES, OUT, G, G_STATES, D_VALUES, D_FINAL, D_SCALE, TOTALS,
@@ -135,7 +136,7 @@ def apply_kernel(
             tl.store(D_SCALE + ranks + n, over(dots * late, scale), mask=inside)
 
 
-@triton.jit(do_not_specialize=("CHUNKS", "START", "COUNT"))
+@triton.jit(do_not_specialize=COUNTS)
 def cross_kernel(
     X, K_ORDER, FIRST, K_S, G, Q_ORDER, FINAL, Q_S, SCALE, TABLE: tl.constexpr, INVERSE_WIDTH,
     X_STATES, G_STATES, TOTALS,

@@ -34,7 +34,7 @@ FORWARD = (0.5, *chebyshev_exponents())
 BACKWARD = tuple(chebyshev_exponents())
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("L",))
 def settle_kernel(
     Z, UPSTREAM, SCALE, S, LENGTHS, INVERSE_WIDTH, Y, N, L, EXPONENTS: tl.constexpr,
     STEPS: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,

@@ -40,6 +40,8 @@ from espformer.ops.triton.instructions import (
     with_sign,
 )
 
+# Sizes that no load is aligned by: kernels are not compiled anew for multiples of 16, or for one.
+COUNTS = ("HEADS", "L", "KEYS", "QUERIES", "TOKENS", "CHUNKS", "START", "COUNT")
 STATE_ROWS = tl.constexpr(16)  # the least that a matrix product on the tensor cores takes
 
 

@@ -238,7 +238,7 @@ def walk(
             tl.store(Y + n, y, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("L",))
 def column_kernel(
     X, P, S, LENGTHS, INVERSE_WIDTH, Y, SLOPE, N, L, GRAD: tl.constexpr,
     RECIPROCAL: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,

@@ -32,7 +32,7 @@ def tile(N, BLOCKS, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexp
     return head, i, d, d[None, :] < D
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("L", "BLOCKS"))
 def gather_kernel(
     X, INDEX, WEIGHT, OUT, N, L, BLOCKS, D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -55,7 +55,7 @@ def gather_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("L", "BLOCKS"))
 def pair_kernel(
     X, Y, INDEX, OUT, N, L, BLOCKS, D: tl.constexpr, DISTANCE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -21,7 +21,7 @@ from espformer.ops.triton.registration import operator
 from espformer.ops.triton.sizes import ceil_div, power_of_2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("BLOCKS",))
 def compose_kernel(FROM, TO, OUT, N, BLOCKS, BLOCK: tl.constexpr):
     """``out[from_n] = to_n``; TO None is the identity.
 

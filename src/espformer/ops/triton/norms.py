@@ -30,7 +30,7 @@ from espformer.ops.triton.registration import operator
 from espformer.ops.triton.sizes import ceil_div, power_of_2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("L",))
 def norm_kernel(
     SQUARE, ORDER, GIVEN, FACTOR, S, INVERSE_WIDTH, OUT, N, L, TABLE: tl.constexpr,
     POLES: tl.constexpr, COMPLEX: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
@@ -58,7 +58,7 @@ def norm_kernel(
     tl.store(OUT + pair, tl.sum(total, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("L",))
 def norm_grad_kernel(
     UPSTREAM, SQUARE, ORDER, GIVEN, FACTOR, S, INVERSE_WIDTH, D_SQUARE, D_GIVEN, D_FACTOR, MASS,
     SLOPE, N, L, ATOMIC: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr,
@@ -180,7 +180,7 @@ def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 norm_costs.register_autograd(_backward, setup_context=_setup)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("BLOCKS",))
 def centre_kernel(
     X, CENTRE, MASK, ROWS, SQUARES, N, BLOCKS, scale, D: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -200,7 +200,7 @@ def centre_kernel(
     tl.store(SQUARES + batch * N + n, tl.sum(x * x, 1), mask=n < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("BLOCKS",))
 def centre_grad_kernel(
     D_ROWS, D_SQUARES, ROWS, MASK, DX, N, BLOCKS, scale, D: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -124,7 +124,7 @@ def any_infinite(words, INFINITY: tl.constexpr):
     return (lowest < (PADDING << 16)) & infinite(lowest, highest, INFINITY)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("L",))
 def rank_kernel(
     BITS, LENGTHS, VALUES, ORDER, N, L, scale, HALF: tl.constexpr, INFINITY: tl.constexpr,
     MASKED: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, VECTORS: tl.constexpr,
@@ -157,7 +157,7 @@ def numbers(word, bad, length, scale, HALF: tl.constexpr):
     return tl.where(length > 0, x, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("L",))
 def unpack_kernel(
     WORDS, LENGTHS, VALUES, ORDER, N, L, scale, HALF: tl.constexpr, INFINITY: tl.constexpr,
     MASKED: tl.constexpr, BLOCK: tl.constexpr,
@@ -177,7 +177,7 @@ def unpack_kernel(
     tl.store(VALUES + row * N + n, x, mask=n < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("ROWS",))
 def match_kernel(
     BITS, OUT, SHARE, N, ROWS, share, INFINITY: tl.constexpr, BLOCK: tl.constexpr,
     VECTOR: tl.constexpr, VECTORS: tl.constexpr, DIMS: tl.constexpr, HELD: tl.constexpr,

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from espformer.ops.triton.chunks import (
+    COUNTS,
     STATE_ROWS,
     entry,
     load_ranks,
@@ -45,7 +46,7 @@ def store_states(
     tl.store(STATES + at, states, mask=(r >= 0) & (r < ROWS) & (d[None, :] < D))
 
 
-@triton.jit(do_not_specialize=("CHUNKS", "START", "COUNT"))
+@triton.jit(do_not_specialize=COUNTS)
 def sums_kernel(
     X, ORDER, X_SCALE, S, NEXT_S, SCALE, TABLE: tl.constexpr, INVERSE_WIDTH,
     STATES, NEXT_STATES, LINKS, N, TOKENS, HEADS, L, CHUNKS, START, COUNT, D: tl.constexpr,
@@ -136,7 +137,7 @@ def link_kernel(
         store_states(NEXT_STATES, chunk, own, d, D, ROWS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("L", "CHUNKS"))
 def scan_kernel(
     S, TABLE: tl.constexpr, INVERSE_WIDTH, STATES, FROM, LINKS, N, L, CHUNKS, D: tl.constexpr,
     COMPLEX: tl.constexpr, ROWS: tl.constexpr, THROUGH: tl.constexpr,
