@@ -25,7 +25,7 @@ def relative_errors(
         out = espformer.esp_attention(*leaves, backend=backend, **options)
         results.append([out, *torch.autograd.grad(out, leaves, tensors[3].to(precision))])
     return {
-        name: float((a.double() - b).norm() / b.norm())
+        name: float(((a.double() - b).norm() / b.norm()).detach())
         for name, a, b in zip(("out", "query", "key", "value"), *results, strict=True)
     }
 
@@ -69,6 +69,16 @@ def test_widths(width: int, dtype: torch.dtype, metric: str) -> None:
     """Full chunks and one that is not, so with states, and one block of columns or several."""
     errors = relative_errors(dtype, 150, 150, width, "dense", metric=metric)
     assert max(errors.values()) <= TOLERANCE[dtype], errors
+
+
+@pytest.mark.parametrize("metric", ["absolute", "squared"])
+@pytest.mark.parametrize("tokens", [1, 16, 63, 64, 65, 81, 96, 129, 180])
+def test_ends_of_chunks(tokens: int, metric: str) -> None:
+    """One chunk or several, and a last one of every size."""
+    errors = relative_errors(torch.bfloat16, tokens, tokens, 64, "dense", metric=metric)
+    if tokens == 1:  # one token's plan does not move: no gradient to compare
+        errors = {name: errors[name] for name in ("out", "value")}
+    assert max(errors.values()) <= TOLERANCE[torch.bfloat16], errors
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -153,6 +163,14 @@ def test_more_heads_than_a_grid_is_high(hard: bool) -> None:
 def test_long_sequences() -> None:
     errors = relative_errors(torch.bfloat16, 20_000, 20_000, 16, "linear")
     assert max(errors.values()) <= TOLERANCE[torch.bfloat16], errors
+
+
+@pytest.mark.parametrize("metric", ["absolute", "squared"])
+def test_balanced_long_sequences(metric: str) -> None:
+    """Scales are walked to block by block, by several warps."""
+    options = {"metric": metric, "balance": "both", "sort_temperature": 0.3}
+    errors = relative_errors(torch.float32, 2500, 2500, 16, "linear", **options)
+    assert max(errors.values()) <= TOLERANCE[torch.float32], errors
 
 
 def test_half_precision_ranks_like_a_stable_sort() -> None:
