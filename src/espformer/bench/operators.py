@@ -29,6 +29,7 @@ ESP: Mapping[str, dict[str, Any]] = MappingProxyType(
         "esp": {},
         "esp-mean": {"inverse_temperature": 0.0},
         "esp-balanced": {"balance": "both"},
+        "esp-padded": {},
         "esp-squared": {"metric": "squared", "sort_temperature": 1e-3},
         "esp-squared-mean": {
             "metric": "squared", "sort_temperature": 1e-3, "inverse_temperature": 0.0,
@@ -70,8 +71,11 @@ class Operator:
 
 
 def esp(case: Case, device: torch.device, *, backend: str) -> Attention:
-    """ESP attention with the options of the case's name."""
+    """ESP attention with the options of the case's name; padded, it has a quarter of padding."""
     options = dict(ESP[case.operator])
+    if case.operator == "esp-padded":
+        true_ones = torch.arange(case.tokens, device=device) < -(-3 * case.tokens // 4)
+        options["query_mask"] = options["key_mask"] = true_ones.unsqueeze(0)
     if case.slices is not None:
         generator = torch.Generator().manual_seed(case.seed)
         theta = torch.randn(case.slices, case.width, generator=generator, dtype=torch.float64)

@@ -66,9 +66,9 @@ def long() -> list[Case]:
 def peers() -> list[Case]:
     """Everything at N = 1024."""
     pairs = [
-        ("esp", "triton"), ("esp", "linear"), ("esp", "dense"), ("esp-balanced", "triton"),
-        ("esp-squared", "triton"), ("esp-hard", "triton"), ("softmax", "flash"),
-        ("softmax", "sdpa"), ("differential", "sdpa"),
+        ("esp", "triton"), ("esp", "linear"), ("esp", "dense"), ("esp-padded", "triton"),
+        ("esp-balanced", "triton"), ("esp-squared", "triton"), ("esp-hard", "triton"),
+        ("softmax", "flash"), ("softmax", "sdpa"), ("differential", "sdpa"),
         *((name, backend) for name in SINKHORN for backend in _SINKHORN_BACKENDS),
     ]  # fmt: skip
     return [Case(*pair, mode) for mode in MODES for pair in pairs]
