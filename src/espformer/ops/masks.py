@@ -52,12 +52,12 @@ def resolve_masks(
         >>> query_mask.shape, query_mask is key_mask
         (torch.Size([2, 1, 3]), True)
     """
-    one = query_mask is None or query_mask is key_mask
+    shared = query_mask is None or query_mask is key_mask
     if query_mask is not None:
         query_mask = _resolve(name, "query_mask", query_mask, query, key)
     if key_mask is not None:
         key_mask = _resolve(name, "key_mask", key_mask, key, query)
-        if one and query.shape[-2] == key.shape[-2]:
+        if shared and query.shape[-2] == key.shape[-2]:
             query_mask = key_mask
     return query_mask, key_mask
 

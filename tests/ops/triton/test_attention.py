@@ -45,7 +45,7 @@ def compare(
         return torch.randn(batch, heads, count, columns, device=DEVICE).to(dtype)
 
     tensors = [tokens(queries, width), tokens(keys, width), tokens(keys, value_width)]
-    temperature = torch.full((heads,), t, device=DEVICE)
+    temperature = t * torch.linspace(1, 2, heads, device=DEVICE)
     upstream = tokens(queries, value_width)
     masks = {}
     if masked:
@@ -96,6 +96,16 @@ def test_padded_half_precision(options: dict[str, Any]) -> None:
     compare(9, 9, torch.float16, 5e-3, batch=1, heads=2, masked=True, **options)
 
 
+def test_one_mask_for_both_sides_needs_no_coupling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("espformer.ops.triton.soft.couple", None)
+    mask = torch.arange(5, device=DEVICE) < torch.tensor([[5], [3]], device=DEVICE)
+    x = torch.randn(2, 1, 5, 2, device=DEVICE)
+    masks = {"query_mask": mask, "key_mask": mask}
+    found = espformer.esp_attention(x, x, x, backend="triton", **masks)
+    expected = espformer.esp_attention(x, x, x, backend="linear", **masks)
+    torch.testing.assert_close(found, expected)
+
+
 def test_half_precision_with_more_keys() -> None:
     compare(6, 11, torch.float16, 5e-3, masked=True)
 
@@ -106,6 +116,23 @@ def test_extreme_temperatures(t: float) -> None:
     expected = espformer.esp_attention(query, key, value, sort_temperature=t, backend="dense")
     found = espformer.esp_attention(query, key, value, sort_temperature=t, backend="triton")
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("balance", ["rows", "both"])
+@pytest.mark.parametrize("metric", ["absolute", "squared"])
+def test_a_hard_soft_sort_exerts_no_force(metric: str, balance: str) -> None:
+    """Numbers a thousand widths apart, or a hundred thousand: nothing of the poles is left."""
+    numbers = torch.stack([torch.randperm(9) for _ in range(4)], -1).float().to(DEVICE)
+    query, key = (x.view(1, 1, 9, 4).requires_grad_() for x in (numbers, numbers.flip(0)))
+    temperature = torch.tensor([1e-6], device=DEVICE, requires_grad=True)
+    value = torch.randn(1, 1, 9, 4, device=DEVICE)
+    out = espformer.esp_attention(
+        query, key, value, sort_temperature=temperature, metric=metric, balance=balance,
+        inverse_temperature=0.0, backend="triton",
+    )  # fmt: skip
+    leaves = (query, key, temperature)
+    for gradient in torch.autograd.grad(out, leaves, torch.randn_like(out)):
+        assert not gradient.any(), gradient
 
 
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])

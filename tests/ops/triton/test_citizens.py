@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 import espformer
 from espformer.ops.triton import launch, matching, norms, operators, ranking
 from espformer.ops.triton.balance import balanced_scales
-from espformer.ops.triton.column import row_scales, sorted_column
+from espformer.ops.triton.column import row_scales
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -54,7 +54,6 @@ def strided(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     [
         "apply_plans",
         "cross_plans",
-        "sorted_column",
         "row_scales",
         "balanced_scales",
         "norm_costs",
@@ -68,10 +67,6 @@ def test_soft_operators(name: str) -> None:
     calls = {
         "apply_plans": (operators.apply_plans, (rows, torch.rand(1, 2, device=DEVICE), 6, *plan())),
         "cross_plans": (operators.cross_plans, (rows, numbers(1, 6, 4), *plan())),
-        "sorted_column": (
-            sorted_column,
-            (scale.detach(), values.detach(), width.detach(), "absolute", True),
-        ),
         "row_scales": (row_scales, (values, lengths, width, "absolute", True)),
         "balanced_scales": (balanced_scales, (values, lengths, width, "absolute", True)),
         "centre_rows": (norms.centre_rows, (rows, numbers(1, 4), None, 0.5)),

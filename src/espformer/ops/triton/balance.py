@@ -9,10 +9,10 @@ and an upstream u asks for the solution of ``(I + P) v = x · u``. The spectrum 
 [1, 2], which is what made the exponents of the steps the best, and they are here too: with
 ``a = x · v``
 
-    a ← a + ω (x² · (u - κa) - a),
+    a ← a + ω (x² · (u - κa) - a)    from    a = 2/3 x² · u,
 
-and the gradient of the numbers is the slope of ``-aᵀ κ x``. It differs from that of the steps by a
-few 1e-6.
+and the gradient of the numbers is the slope of ``-aᵀ κ x`` (the kernel holds -a: that is what the
+slope is taken of). It differs from that of the steps by a few 1e-6.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from espformer.ops.autograd import refuse_double_backward
 from espformer.ops.balancing import chebyshev_exponents
-from espformer.ops.triton.column import column_config, sorted_slope, walk, width_gradient
+from espformer.ops.triton.column import column_config, sorted_slope, walks, width_gradient
 from espformer.ops.triton.registration import operator
 
 # The first step starts from ones, and is a plain square root.
@@ -64,13 +64,7 @@ def settle_kernel(
         exponent = EXPONENTS[0]
         for i in tl.static_range(1, STEPS):
             exponent = tl.where(step == i, EXPONENTS[i], exponent)
-        for back in tl.static_range(2):
-            for pole in range(POLES):
-                walk(
-                    S, Z, None, Y, None, length, inverse_width, N, pole, back == 1, False, False,
-                    TABLE, POLES, COMPLEX, EXACT, BLOCK,
-                )  # fmt: skip
-                tl.debug_barrier()  # the next walk reads what this one has written
+        walks(S, Z, None, Y, None, length, inverse_width, N, TABLE, POLES, COMPLEX, EXACT, BLOCK)
         for start in range(0, N, BLOCK):
             n = start + tl.arange(0, BLOCK)
             z = tl.load(Z + n, mask=n < N, other=0.0)

@@ -175,8 +175,9 @@ def shares(
         f_re, f_im, g_re, g_im, after = complex_run(u, x, a_re, a_im, states, BOTH, BACK, BLOCK)
         ku = w_re * f_re - w_im * f_im
         kx = w_re * g_re - w_im * g_im
-        u_slope = v_re * f_re - v_im * f_im
-        x_slope = v_re * g_re - v_im * g_im
+        # Without the rank itself: its two shares are equal, large, and would cancel to rounding.
+        u_slope = v_re * (f_re - u) - v_im * f_im
+        x_slope = v_re * (g_re - x) - v_im * g_im
     else:
         decay = tl.where(linked, tl.exp(-scaled), 0.0)
         ku, kx, after = real_run(u, x, decay, states[:2] if BOTH else states, BOTH, BACK, BLOCK)
@@ -198,73 +199,83 @@ def shares(
 
 @triton.jit
 def walk(
-    S, X, P, Y, SLOPE, length, inverse_width, N, pole, BACK: tl.constexpr, GRAD: tl.constexpr,
-    RECIPROCAL: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
-    EXACT: tl.constexpr, BLOCK: tl.constexpr,
+    S, X, P, Y, SLOPE, length, inverse_width, N, pole, BACK: tl.constexpr, TABLE: tl.constexpr,
+    POLES: tl.constexpr, COMPLEX: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One pole in one direction; every walk but the first adds its share of ``κx`` to Y.
 
-    GRAD: of ``p · κ'x + x · κ'p`` to SLOPE instead.
+    With P: of ``p · κ'x + x · κ'p`` to SLOPE instead.
 
-    RECIPROCAL: x is one below `length` and zero from there on, and Y becomes one over ``κx``, or
-    zero. With GRAD, Y is that already, and P is its gradient.
+    Without X, x is one below `length` and zero from there on, and Y becomes one over ``κx``, or
+    zero; with P, Y is that already, and P its gradient.
     """
     added = (pole > 0) | BACK
-    states = no_states(GRAD, COMPLEX)
+    states = no_states(P is not None, COMPLEX)
     for step in range(tl.cdiv(N, BLOCK)):
         n = ranks_of(step, N, BACK, BLOCK)
         inside = n < N
-        if RECIPROCAL:
+        if X is None:
             x = tl.where(n < length, 1.0, 0.0)
         else:
             x = tl.load(X + n, mask=inside, other=0.0)
-        u = tl.load(P + n, mask=inside, other=0.0) if GRAD else x
-        if GRAD and RECIPROCAL:
-            scale = tl.load(Y + n, mask=inside, other=0.0)
-            u = -u * scale * scale
+        u = x
+        if P is not None:
+            u = tl.load(P + n, mask=inside, other=0.0)
+            if X is None:
+                scale = tl.load(Y + n, mask=inside, other=0.0)
+                u = -u * scale * scale
         y, _, u_slope, x_slope, states = shares(
-            u, x, S, n, N, inverse_width, states, pole, BACK, GRAD, TABLE, POLES, COMPLEX, EXACT,
-            BLOCK,
+            u, x, S, n, N, inverse_width, states, pole, BACK, P is not None, TABLE, POLES, COMPLEX,
+            EXACT, BLOCK,
         )  # fmt: skip
-        if GRAD:
+        if P is not None:
             slope = u * x_slope + x * u_slope
             slope += tl.load(SLOPE + n, mask=inside & added, other=0.0)
             tl.store(SLOPE + n, slope, mask=inside)
         else:
             y += tl.load(Y + n, mask=inside & added, other=0.0)
-            if BACK and RECIPROCAL:
+            if BACK and X is None:
                 one_over = tl.where(n < length, 1.0 / tl.where(n < length, y, 1.0), 0.0)
                 y = tl.where(pole == POLES - 1, one_over, y)
             tl.store(Y + n, y, mask=inside)
 
 
+@triton.jit
+def walks(
+    S, X, P, Y, SLOPE, length, inverse_width, N, TABLE: tl.constexpr, POLES: tl.constexpr,
+    COMPLEX: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """All of them, which is what :func:`walk` says of their sum."""
+    for back in tl.static_range(2):
+        for pole in range(POLES):
+            walk(
+                S, X, P, Y, SLOPE, length, inverse_width, N, pole, back == 1, TABLE, POLES,
+                COMPLEX, EXACT, BLOCK,
+            )  # fmt: skip
+            tl.debug_barrier()  # the next walk reads what this one has written
+
+
 @triton.jit(do_not_specialize=("L",))
 def column_kernel(
-    X, P, S, LENGTHS, INVERSE_WIDTH, Y, SLOPE, N, L, GRAD: tl.constexpr,
-    RECIPROCAL: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
-    EXACT: tl.constexpr, BLOCK: tl.constexpr,
+    X, P, S, LENGTHS, INVERSE_WIDTH, Y, SLOPE, N, L, TABLE: tl.constexpr, POLES: tl.constexpr,
+    COMPLEX: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``y = κ x`` of one slice; with GRAD ``slope = p · κ'x + x · κ'p`` instead."""
+    """The walks of one slice."""
     pair = tl.program_id(0).to(tl.int64)
-    at = pair * N
     length = N
     if LENGTHS is not None:
         length = tl.load(LENGTHS + pair // L)
     if X is not None:
-        X += at
+        X += pair * N
     if Y is not None:
-        Y += at
-    if GRAD:
-        P += at
-        SLOPE += at
+        Y += pair * N
+    if P is not None:
+        P += pair * N
+        SLOPE += pair * N
     inverse_width = tl.load(INVERSE_WIDTH + pair // L)
-    for back in tl.static_range(2):
-        for pole in range(POLES):
-            walk(
-                S + at, X, P, Y, SLOPE, length, inverse_width, N, pole, back == 1, GRAD,
-                RECIPROCAL, TABLE, POLES, COMPLEX, EXACT, BLOCK,
-            )  # fmt: skip
-            tl.debug_barrier()  # the next walk reads what this one has written
+    walks(
+        S + pair * N, X, P, Y, SLOPE, length, inverse_width, N, TABLE, POLES, COMPLEX, EXACT, BLOCK
+    )
 
 
 def column_config(values: Tensor, metric: str, exact: bool) -> dict[str, Any]:
@@ -287,31 +298,13 @@ def column_config(values: Tensor, metric: str, exact: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@operator("sorted_column")
-def sorted_column(
-    x: Tensor, values: Tensor, inverse_width: Tensor, metric: str, exact: bool
-) -> Tensor:
-    """κ x for one column per slice, (batch, L, N), without a gradient."""
-    y = torch.empty_like(values)
-    column_kernel[(values.shape[0] * values.shape[1],)](
-        x, None, values, None, inverse_width, y, None, GRAD=False, RECIPROCAL=False,
-        **column_config(values, metric, exact),
-    )  # fmt: skip
-    return y
-
-
-@sorted_column.register_fake
-def _(x: Tensor, values: Tensor, inverse_width: Tensor, metric: str, exact: bool) -> Tensor:
-    return values.new_empty(values.shape)
-
-
 def sorted_slope(
     p: Tensor, x: Tensor, values: Tensor, inverse_width: Tensor, metric: str, exact: bool
 ) -> Tensor:
     """``p · κ'x + x · κ'p``: the gradient of ``pᵀ κ x`` in the values."""
     slope = torch.empty_like(values)
     column_kernel[(values.shape[0] * values.shape[1],)](
-        x, p, values, None, inverse_width, None, slope, GRAD=True, RECIPROCAL=False,
+        x, p, values, None, inverse_width, None, slope,
         **column_config(values, metric, exact),
     )  # fmt: skip
     return slope
@@ -332,7 +325,7 @@ def row_scales(
     """One over ``κ 1``, what makes a soft sort row-stochastic, (batch, L, N); zero at padding."""
     y = torch.empty_like(values)
     column_kernel[(values.shape[0] * values.shape[1],)](
-        None, None, values, lengths, inverse_width, y, None, GRAD=False, RECIPROCAL=True,
+        None, None, values, lengths, inverse_width, y, None,
         **column_config(values, metric, exact),
     )  # fmt: skip
     return y
@@ -351,7 +344,7 @@ def row_scales_backward(
     """The gradient of the values."""
     slope = torch.empty_like(values)
     column_kernel[(values.shape[0] * values.shape[1],)](
-        None, upstream, values, lengths, inverse_width, scales, slope, GRAD=True, RECIPROCAL=True,
+        None, upstream, values, lengths, inverse_width, scales, slope,
         **column_config(values, metric, exact),
     )  # fmt: skip
     return slope

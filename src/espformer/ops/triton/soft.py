@@ -11,7 +11,7 @@ from espformer.ops import esp
 from espformer.ops.coupling import Coupling, couple
 from espformer.ops.problem import Problem
 from espformer.ops.triton.balance import balanced_scales
-from espformer.ops.triton.column import row_scales, sorted_column
+from espformer.ops.triton.column import row_scales
 from espformer.ops.triton.norms import centre_rows, norm_costs
 from espformer.ops.triton.operators import apply_plans, cross_plans
 from espformer.ops.triton.plans import Plans, Side, meet
@@ -121,16 +121,12 @@ def _norms(
     coupling: Coupling | None,
 ) -> Tensor:  # fmt: skip
     """Squared norms of a side, each times ``Sᵀ T S' 1``, which its token gives away: (batch, L)."""
-    exact = _exact(problem)
-    met = None  # one at every rank: row sums are, unless they were balanced in finitely many steps
-    if other.factor is not None:  # and then they are constant: no gradient
-        factor, values, width_ = other.factor.detach(), other.values.detach(), width.detach()
-        met = sorted_column(factor, values, width_, problem.metric, exact) * other.scale.detach()
+    met = None  # what a rank of the other side takes in all: one, or nothing if it is padding
     if coupling is not None:
-        met = other.present() if met is None else met
-        met = coupling(met.unsqueeze(-1)).squeeze(-1)
+        met = coupling(other.present().unsqueeze(-1)).squeeze(-1)
     given = side.scale if met is None else side.scale * met
     costs: Tensor = norm_costs(
-        squares, side.order, given, side.factor, side.values, width, problem.metric, exact
-    )
+        squares, side.order, given, side.factor, side.values, width, problem.metric,
+        _exact(problem),
+    )  # fmt: skip
     return costs
