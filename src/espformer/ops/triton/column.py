@@ -1,4 +1,4 @@
-"""Products of the sorted kernel with one column per slice: normalisers and masses.
+"""Products of the sorted kernel with one column per slice: normalisers, and slopes.
 
 A column is too thin for the tensor cores, so this file walks along the ranks: blocks of ranks are
 scanned in parallel (``tl.associative_scan`` of (decay, sum) pairs), and a running state goes from
@@ -245,7 +245,7 @@ def walks(
     S, X, P, Y, SLOPE, length, inverse_width, N, TABLE: tl.constexpr, POLES: tl.constexpr,
     COMPLEX: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All of them, which is what :func:`walk` says of their sum."""
+    """Every pole in both directions; then Y, or SLOPE, is whole."""
     for back in tl.static_range(2):
         for pole in range(POLES):
             walk(
@@ -260,7 +260,7 @@ def column_kernel(
     X, P, S, LENGTHS, INVERSE_WIDTH, Y, SLOPE, N, L, TABLE: tl.constexpr, POLES: tl.constexpr,
     COMPLEX: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The walks of one slice."""
+    """Normalisers of one slice, or a slope; :func:`walk` says which."""
     pair = tl.program_id(0).to(tl.int64)
     length = N
     if LENGTHS is not None:
