@@ -136,6 +136,21 @@ def test_slopes_of_columns(
     close(slope, side.slopes(x.double().unsqueeze(-1), p.double().unsqueeze(-1)))
 
 
+def test_faint_forces() -> None:
+    """Between numbers 20 widths apart: below the last digit of what stands at a rank, but right."""
+    values = 20 * torch.tensor([[[0.0, 1.0, 2.5, 2.5, 4.0]]], device=DEVICE)
+    x, p = torch.rand(2, 1, 1, 5, device=DEVICE).unbind()
+    found = column.sorted_slope(p, x, values, torch.ones(1, device=DEVICE), "absolute", True)
+    gap = (values.unsqueeze(-1) - values.unsqueeze(-2)).double()
+    slope = -gap.sign() * torch.exp(-gap.abs())
+    each = p.double() * (slope @ x.double().unsqueeze(-1)).squeeze(-1)
+    each = each + x.double() * (slope @ p.double().unsqueeze(-1)).squeeze(-1)
+    assert 0 < each.abs().max() < 1e-8
+    torch.testing.assert_close(
+        found[..., [0, 1, 4]].double(), each[..., [0, 1, 4]], rtol=1e-5, atol=0
+    )
+
+
 @pytest.mark.parametrize("balanced", [False, True], ids=["rows", "balanced"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["added", "by slice"])
 @pytest.mark.parametrize(("metric", "t"), [("absolute", 0.3), ("squared", 0.1)])

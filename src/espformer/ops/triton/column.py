@@ -4,9 +4,10 @@ A column is too thin for the tensor cores, so this file walks along the ranks: b
 scanned in parallel (``tl.associative_scan`` of (decay, sum) pairs), and a running state goes from
 block to block. Per pole, with ``a_n = exp(-p (s_n - s_{n-1}))``,
 
-    f_n = a_n f_{n-1} + x_n  (rightwards),    b_n = a_{n+1} b_{n+1} + x_n  (leftwards),
-    (κx)_n = Re Σ_p w (f_n + b_n) - x_n,       (κ'x)_n = Re Σ_p w p (b_n - f_n).
+    f_n = a_n (f_{n-1} + x_{n-1})  (rightwards),    b_n = a_{n+1} (b_{n+1} + x_{n+1})  (leftwards),
+    (κx)_n = x_n + Re Σ_p w (f_n + b_n),             (κ'x)_n = Re Σ_p w p (b_n - f_n).
 
+Sums leave the rank itself out: far from all others, what they are is far below the last digit of x.
 The absolute metric leaves equal numbers out of κ' by scanning them apart, with decay one where the
 number stays and zero where it changes.
 """
@@ -71,26 +72,26 @@ def last_of(x, BACK: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def gaps(S, n, N, BACK: tl.constexpr):
-    """Distance to the rank before, in the direction of the walk, and whether there is one."""
-    here = tl.load(S + tl.minimum(n, N - 1))
+def before(n, N, BACK: tl.constexpr):
+    """The ranks that a walk came from, and whether there are any."""
     if BACK:
-        gap, linked = tl.load(S + tl.minimum(n + 1, N - 1)) - here, n < N - 1
-    else:
-        gap, linked = here - tl.load(S + tl.minimum(tl.maximum(n - 1, 0), N - 1)), (n > 0) & (n < N)
-    return gap, linked
+        return n + 1, n < N - 1
+    return n - 1, (n > 0) & (n < N)
 
 
 @triton.jit
 def real_run(u, x, a, states, BOTH: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr):
-    """Running sums of a block that go on from states, and the states after it; of x if BOTH."""
+    """Sums of what came before, going on from states, and the states after; of x too if BOTH.
+
+    u and x are those of the ranks before.
+    """
     if BOTH:
-        d, f, g = tl.associative_scan((a, u, x), 0, real_steps, reverse=BACK)
+        d, f, g = tl.associative_scan((a, a * u, a * x), 0, real_steps, reverse=BACK)
         f += d * states[0]
         g += d * states[1]
         after = (last_of(f, BACK, BLOCK), last_of(g, BACK, BLOCK))
     else:
-        d, f = tl.associative_scan((a, u), 0, real_step, reverse=BACK)
+        d, f = tl.associative_scan((a, a * u), 0, real_step, reverse=BACK)
         f += d * states[0]
         g = f
         after = (last_of(f, BACK, BLOCK),)
@@ -107,10 +108,10 @@ def turned(f_re, f_im, d_re, d_im, s_re, s_im):
 def complex_run(
     u, x, a_re, a_im, states, BOTH: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    zero = tl.zeros_like(u)
+    """:func:`real_run` for a complex pole."""
     if BOTH:
         d_re, d_im, f_re, f_im, g_re, g_im = tl.associative_scan(
-            (a_re, a_im, u, zero, x, zero), 0, complex_steps, reverse=BACK
+            (a_re, a_im, a_re * u, a_im * u, a_re * x, a_im * x), 0, complex_steps, reverse=BACK
         )
         f_re, f_im = turned(f_re, f_im, d_re, d_im, states[0], states[1])
         g_re, g_im = turned(g_re, g_im, d_re, d_im, states[2], states[3])
@@ -118,7 +119,7 @@ def complex_run(
         after = after + (last_of(g_re, BACK, BLOCK), last_of(g_im, BACK, BLOCK))
     else:
         d_re, d_im, f_re, f_im = tl.associative_scan(
-            (a_re, a_im, u, zero), 0, complex_step, reverse=BACK
+            (a_re, a_im, a_re * u, a_im * u), 0, complex_step, reverse=BACK
         )
         f_re, f_im = turned(f_re, f_im, d_re, d_im, states[0], states[1])
         g_re, g_im = f_re, f_im
@@ -159,9 +160,13 @@ def shares(
 ):  # fmt: skip
     """What one pole in one direction adds to κu, κx, κ'u and κ'x at the ranks n of a block.
 
-    And the states after it. x and slopes are only looked at if BOTH.
+    The ranks themselves are left out, and u and x are those of the ranks before. And the states
+    after it. x and slopes are only looked at if BOTH.
     """
-    gap, linked = gaps(S, n, N, BACK)
+    m, linked = before(n, N, BACK)
+    here = tl.load(S + tl.minimum(n, N - 1))
+    there = tl.load(S + tl.maximum(tl.minimum(m, N - 1), 0))
+    gap = there - here if BACK else here - there
     scaled = gap * inverse_width
     if COMPLEX:
         w_re, w_im = pole_entry(TABLE, 0, pole, POLES), pole_entry(TABLE, 1, pole, POLES)
@@ -175,9 +180,8 @@ def shares(
         f_re, f_im, g_re, g_im, after = complex_run(u, x, a_re, a_im, states, BOTH, BACK, BLOCK)
         ku = w_re * f_re - w_im * f_im
         kx = w_re * g_re - w_im * g_im
-        # Without the rank itself: its two shares are equal, large, and would cancel to rounding.
-        u_slope = v_re * (f_re - u) - v_im * f_im
-        x_slope = v_re * (g_re - x) - v_im * g_im
+        u_slope = v_re * f_re - v_im * f_im
+        x_slope = v_re * g_re - v_im * g_im
     else:
         decay = tl.where(linked, tl.exp(-scaled), 0.0)
         ku, kx, after = real_run(u, x, decay, states[:2] if BOTH else states, BOTH, BACK, BLOCK)
@@ -188,13 +192,26 @@ def shares(
             u_slope = ku - u_tied
             x_slope = kx - x_tied
             after = after + end
-    if BACK:  # both directions count the rank itself
-        ku -= tl.where(pole == 0, u, 0.0)
-        kx -= tl.where(pole == 0, x, 0.0)
-    else:
+    if not BACK:
         u_slope = -u_slope
         x_slope = -x_slope
     return ku, kx, u_slope * inverse_width, x_slope * inverse_width, after
+
+
+@triton.jit
+def operands(X, P, Y, n, inside, length):
+    """u and x of :func:`walk` at ranks n."""
+    if X is None:
+        x = tl.where(inside & (n < length), 1.0, 0.0)
+    else:
+        x = tl.load(X + n, mask=inside, other=0.0)
+    u = x
+    if P is not None:
+        u = tl.load(P + n, mask=inside, other=0.0)
+        if X is None:
+            scale = tl.load(Y + n, mask=inside, other=0.0)
+            u = -u * scale * scale
+    return u, x
 
 
 @triton.jit
@@ -214,26 +231,19 @@ def walk(
     for step in range(tl.cdiv(N, BLOCK)):
         n = ranks_of(step, N, BACK, BLOCK)
         inside = n < N
-        if X is None:
-            x = tl.where(n < length, 1.0, 0.0)
-        else:
-            x = tl.load(X + n, mask=inside, other=0.0)
-        u = x
-        if P is not None:
-            u = tl.load(P + n, mask=inside, other=0.0)
-            if X is None:
-                scale = tl.load(Y + n, mask=inside, other=0.0)
-                u = -u * scale * scale
+        u, x = operands(X, P, Y, n, inside, length)
+        m, linked = before(n, N, BACK)
+        u_before, x_before = operands(X, P, Y, m, linked, length)
         y, _, u_slope, x_slope, states = shares(
-            u, x, S, n, N, inverse_width, states, pole, BACK, P is not None, TABLE, POLES, COMPLEX,
-            EXACT, BLOCK,
+            u_before, x_before, S, n, N, inverse_width, states, pole, BACK, P is not None, TABLE,
+            POLES, COMPLEX, EXACT, BLOCK,
         )  # fmt: skip
         if P is not None:
             slope = u * x_slope + x * u_slope
             slope += tl.load(SLOPE + n, mask=inside & added, other=0.0)
             tl.store(SLOPE + n, slope, mask=inside)
         else:
-            y += tl.load(Y + n, mask=inside & added, other=0.0)
+            y += tl.where(added, tl.load(Y + n, mask=inside & added, other=0.0), x)
             if BACK and X is None:
                 one_over = tl.where(n < length, 1.0 / tl.where(n < length, y, 1.0), 0.0)
                 y = tl.where(pole == POLES - 1, one_over, y)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from espformer.ops.autograd import refuse_double_backward
 from espformer.ops.triton.column import (
+    before,
     column_config,
     no_states,
     ranks_of,
@@ -28,6 +29,15 @@ from espformer.ops.triton.column import (
 from espformer.ops.triton.gather import tile
 from espformer.ops.triton.registration import operator
 from espformer.ops.triton.sizes import ceil_div, power_of_2
+
+
+@triton.jit
+def ranked(SQUARE, ORDER, FACTOR, at, n, inside):
+    """Squares of the tokens at ranks n, times their factors."""
+    x = tl.load(SQUARE + tl.load(ORDER + n, mask=inside, other=0), mask=inside, other=0.0)
+    if FACTOR is not None:
+        x *= tl.load(FACTOR + at + n, mask=inside, other=0.0)
+    return x
 
 
 @triton.jit(do_not_specialize=("L",))
@@ -46,14 +56,15 @@ def norm_kernel(
             for step in range(tl.cdiv(N, BLOCK)):
                 n = ranks_of(step, N, back == 1, BLOCK)
                 inside = n < N
-                token = tl.load(ORDER + at + n, mask=inside, other=0)
-                x = tl.load(SQUARE + pair // L * N + token, mask=inside, other=0.0)
-                if FACTOR is not None:
-                    x *= tl.load(FACTOR + at + n, mask=inside, other=0.0)
+                m, linked = before(n, N, back == 1)
+                x = ranked(SQUARE + pair // L * N, ORDER + at, FACTOR, at, m, linked)
                 kx, _, _, _, states = shares(
                     x, x, S + at, n, N, inverse_width, states, pole, back == 1, False, TABLE,
                     POLES, COMPLEX, EXACT, BLOCK,
                 )  # fmt: skip
+                if back == 0:  # and the rank itself, once
+                    own = ranked(SQUARE + pair // L * N, ORDER + at, FACTOR, at, n, inside)
+                    kx += tl.where(pole == 0, own, 0.0)
                 total += kx * tl.load(GIVEN + at + n, mask=inside, other=0.0)
     tl.store(OUT + pair, tl.sum(total, 0))
 
@@ -87,13 +98,16 @@ def norm_grad_kernel(
                     factor = tl.load(FACTOR + rank, mask=inside, other=0.0)
                     x *= factor
                 u = tl.load(GIVEN + rank, mask=inside, other=0.0) * upstream
+                m, linked = before(n, N, back == 1)
+                x_before = ranked(SQUARE + pair // L * N, ORDER + at, FACTOR, at, m, linked)
+                u_before = tl.load(GIVEN + at + m, mask=linked, other=0.0) * upstream
                 mass, kx, u_slope, x_slope, states = shares(
-                    u, x, S + at, n, N, inverse_width, states, pole, back == 1, True, TABLE,
-                    POLES, COMPLEX, EXACT, BLOCK,
+                    u_before, x_before, S + at, n, N, inverse_width, states, pole, back == 1, True,
+                    TABLE, POLES, COMPLEX, EXACT, BLOCK,
                 )  # fmt: skip
-                d_given = kx * upstream
                 slope = u * x_slope + x * u_slope
-                mass += tl.load(MASS + rank, mask=inside & added, other=0.0)
+                mass += tl.where(added, tl.load(MASS + rank, mask=inside & added, other=0.0), u)
+                d_given = (kx + tl.where(added, 0.0, x)) * upstream  # the rank itself, once
                 d_given += tl.load(D_GIVEN + rank, mask=inside & added, other=0.0)
                 slope += tl.load(SLOPE + rank, mask=inside & added, other=0.0)
                 tl.store(MASS + rank, mass, mask=inside)
