@@ -17,16 +17,13 @@ slope is taken of). It differs from that of the steps by a few 1e-6.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from espformer.ops.autograd import refuse_double_backward
 from espformer.ops.balancing import chebyshev_exponents
-from espformer.ops.triton.column import column_config, sorted_slope, walks, width_gradient
+from espformer.ops.triton.column import column_config, differentiable, sorted_slope, walks
 from espformer.ops.triton.registration import operator
 
 # The first step starts from ones, and is a plain square root.
@@ -93,11 +90,6 @@ def balanced_scales(
     return x
 
 
-@balanced_scales.register_fake
-def _(values: Tensor, *_: Any) -> Tensor:
-    return values.new_empty(values.shape)
-
-
 @operator("balanced_scales_backward")
 def balanced_scales_backward(
     upstream: Tensor, scales: Tensor, values: Tensor, inverse_width: Tensor, metric: str,
@@ -112,22 +104,4 @@ def balanced_scales_backward(
     return sorted_slope(a, scales, values, inverse_width, metric, exact)
 
 
-@balanced_scales_backward.register_fake
-def _(upstream: Tensor, scales: Tensor, values: Tensor, *_: Any) -> Tensor:
-    return values.new_empty(values.shape)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    values, _, width, ctx.metric, ctx.exact = inputs
-    ctx.save_for_backward(output, values, width)
-
-
-@refuse_double_backward("espformer::balanced_scales")
-def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    scales, values, width = ctx.saved_tensors
-    slope = balanced_scales_backward(grads[0], scales, values, width, ctx.metric, ctx.exact)
-    d_width = width_gradient(slope, values, width) if ctx.needs_input_grad[2] else None
-    return slope, None, d_width, None, None
-
-
-balanced_scales.register_autograd(_backward, setup_context=_setup)
+differentiable(balanced_scales, balanced_scales_backward)

@@ -24,7 +24,7 @@ from torch import Tensor
 from espformer.ops.autograd import refuse_double_backward
 from espformer.ops.triton.instructions import QUARTER, cosine
 from espformer.ops.triton.launch import exponentials
-from espformer.ops.triton.registration import operator
+from espformer.ops.triton.registration import Operator, operator
 from espformer.ops.triton.sizes import power_of_2
 
 BLOCK, LEAST_BLOCK = 1024, 32
@@ -201,16 +201,16 @@ def shares(
 @triton.jit
 def operands(X, P, Y, n, inside, length):
     """u and x of :func:`walk` at ranks n."""
-    if X is None:
-        x = tl.where(inside & (n < length), 1.0, 0.0)
-    else:
+    if X is not None:
         x = tl.load(X + n, mask=inside, other=0.0)
-    u = x
-    if P is not None:
-        u = tl.load(P + n, mask=inside, other=0.0)
-        if X is None:
-            scale = tl.load(Y + n, mask=inside, other=0.0)
-            u = -u * scale * scale
+        u = x if P is None else tl.load(P + n, mask=inside, other=0.0)
+    elif P is None:
+        x = tl.where(inside & (n < length), 1.0, 0.0)
+        u = x
+    else:
+        scale = tl.load(Y + n, mask=inside, other=0.0)
+        x = tl.where(scale == 0.0, 0.0, 1.0)
+        u = tl.load(P + n, mask=inside, other=0.0) * (-scale * scale)
     return u, x
 
 
@@ -224,7 +224,7 @@ def walk(
     With P: of ``p · κ'x + x · κ'p`` to SLOPE instead.
 
     Without X, x is one below `length` and zero from there on, and Y becomes one over ``κx``, or
-    zero; with P, Y is that already, and P its gradient.
+    zero; with P, Y is that already, and P its gradient, and x is one where Y is not zero.
     """
     added = (pole > 0) | BACK
     states = no_states(P is not None, COMPLEX)
@@ -328,6 +328,32 @@ def width_gradient(d_values: Tensor, values: Tensor, inverse_width: Tensor) -> T
     return (total / inverse_width).to(d_values.dtype)
 
 
+def differentiable(scales: Operator, backward: Operator) -> None:
+    """Registers the rules of scales that make a soft sort stochastic in one way or another.
+
+    `scales` takes (values, lengths, inverse_width, metric, exact); `backward` takes its upstream
+    and its result with the same, but for the lengths: where there is padding, scales are zero.
+    """
+
+    def empty(values: Tensor, *_: Any) -> Tensor:
+        return values.new_empty(values.shape)
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        values, _, width, ctx.metric, ctx.exact = inputs
+        ctx.save_for_backward(output, values, width)
+
+    @refuse_double_backward(f"espformer::{scales.name}")
+    def gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found, values, width = ctx.saved_tensors
+        slope = backward(grads[0], found, values, width, ctx.metric, ctx.exact)
+        d_width = width_gradient(slope, values, width) if ctx.needs_input_grad[2] else None
+        return slope, None, d_width, None, None
+
+    scales.register_fake(empty)
+    backward.register_fake(empty)
+    scales.register_autograd(gradients, setup_context=setup)
+
+
 @operator("row_scales")
 def row_scales(
     values: Tensor, lengths: Tensor | None, inverse_width: Tensor, metric: str, exact: bool
@@ -341,41 +367,18 @@ def row_scales(
     return y
 
 
-@row_scales.register_fake
-def _(values: Tensor, *_: Any) -> Tensor:
-    return values.new_empty(values.shape)
-
-
 @operator("row_scales_backward")
 def row_scales_backward(
-    upstream: Tensor, scales: Tensor, values: Tensor, lengths: Tensor | None,
-    inverse_width: Tensor, metric: str, exact: bool,
+    upstream: Tensor, scales: Tensor, values: Tensor, inverse_width: Tensor, metric: str,
+    exact: bool,
 ) -> Tensor:  # fmt: skip
     """The gradient of the values."""
     slope = torch.empty_like(values)
     column_kernel[(values.shape[0] * values.shape[1],)](
-        None, upstream, values, lengths, inverse_width, scales, slope,
+        None, upstream, values, None, inverse_width, scales, slope,
         **column_config(values, metric, exact),
     )  # fmt: skip
     return slope
 
 
-@row_scales_backward.register_fake
-def _(upstream: Tensor, scales: Tensor, values: Tensor, *_: Any) -> Tensor:
-    return values.new_empty(values.shape)
-
-
-def _scales_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.metric, ctx.exact = inputs
-    ctx.save_for_backward(output, *tensors)
-
-
-@refuse_double_backward("espformer::row_scales")
-def _scales_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    scales, values, lengths, width = ctx.saved_tensors
-    slope = row_scales_backward(grads[0], scales, values, lengths, width, ctx.metric, ctx.exact)
-    d_width = width_gradient(slope, values, width) if ctx.needs_input_grad[2] else None
-    return slope, None, d_width, None, None
-
-
-row_scales.register_autograd(_scales_backward, setup_context=_scales_setup)
+differentiable(row_scales, row_scales_backward)
