@@ -206,6 +206,14 @@ def test_row_scales(monkeypatch: pytest.MonkeyPatch, metric: str, t: float, padd
     close(found, side.slopes(present, -upstream.double().unsqueeze(-1) * expected**2))
 
 
+def test_long_walks_keep_their_digits() -> None:
+    """Every step turns by a small angle, and errors of as many as a thousand add up."""
+    side = Side("squared", 1, 1, 1500, 1, 1.0)
+    scales = column.row_scales(side.values, None, side.rates, "squared", True)
+    expected = 1 / side.matrix.sum(-1)
+    torch.testing.assert_close(scales.double(), expected, rtol=8e-6, atol=0)
+
+
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize(("metric", "t"), [("absolute", 0.3), ("squared", 0.1)])
 def test_balanced_scales(

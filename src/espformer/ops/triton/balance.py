@@ -35,7 +35,7 @@ BACKWARD = tuple(chebyshev_exponents())
 def settle_kernel(
     Z, UPSTREAM, SCALE, S, LENGTHS, INVERSE_WIDTH, Y, N, L, EXPONENTS: tl.constexpr,
     STEPS: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
-    EXACT: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """All steps of one slice: Z becomes x, or -a where there is an UPSTREAM. Y is room for κz."""
     pair = tl.program_id(0).to(tl.int64)
@@ -61,7 +61,7 @@ def settle_kernel(
         exponent = EXPONENTS[0]
         for i in tl.static_range(1, STEPS):
             exponent = tl.where(step == i, EXPONENTS[i], exponent)
-        walks(S, Z, None, Y, None, length, inverse_width, N, TABLE, POLES, COMPLEX, EXACT, BLOCK)
+        walks(S, Z, None, Y, None, length, inverse_width, N, TABLE, POLES, COMPLEX, BLOCK)
         for start in range(0, N, BLOCK):
             n = start + tl.arange(0, BLOCK)
             z = tl.load(Z + n, mask=n < N, other=0.0)

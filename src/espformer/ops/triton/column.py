@@ -22,12 +22,15 @@ import triton.language as tl
 from torch import Tensor
 
 from espformer.ops.autograd import refuse_double_backward
-from espformer.ops.triton.instructions import QUARTER, cosine
+from espformer.ops.triton.instructions import rotation
 from espformer.ops.triton.launch import exponentials
 from espformer.ops.triton.registration import Operator, operator
 from espformer.ops.triton.sizes import power_of_2
 
-BLOCK, LEAST_BLOCK = 1024, 32
+# Ranks that a walk takes at once: four warps' worth, or where there are so many walks that one warp
+# each fills the GPU, one's, which needs no barriers.
+BLOCK, CROWDED_BLOCK, LEAST_BLOCK = 1024, 256, 32
+CROWD = 4096
 
 
 @triton.jit
@@ -155,8 +158,7 @@ def ranks_of(step, N, BACK: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def shares(
     u, x, S, n, N, inverse_width, states, pole, BACK: tl.constexpr, BOTH: tl.constexpr,
-    TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, EXACT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What one pole in one direction adds to κu, κx, κ'u and κ'x at the ranks n of a block.
 
@@ -175,8 +177,8 @@ def shares(
         v_im = w_re * p_im + w_im * p_re
         capped = tl.minimum(scaled, 40.0)
         size = tl.where(linked & (scaled <= 40.0), tl.exp(-p_re * capped), 0.0)
-        a_re = size * cosine(p_im * capped, EXACT)
-        a_im = size * cosine(p_im * capped + QUARTER, EXACT)
+        a_re, a_im = rotation(p_im * capped, EXACT=True)
+        a_re, a_im = size * a_re, size * a_im
         f_re, f_im, g_re, g_im, after = complex_run(u, x, a_re, a_im, states, BOTH, BACK, BLOCK)
         ku = w_re * f_re - w_im * f_im
         kx = w_re * g_re - w_im * g_im
@@ -217,7 +219,7 @@ def operands(X, P, Y, n, inside, length):
 @triton.jit
 def walk(
     S, X, P, Y, SLOPE, length, inverse_width, N, pole, BACK: tl.constexpr, TABLE: tl.constexpr,
-    POLES: tl.constexpr, COMPLEX: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+    POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One pole in one direction; every walk but the first adds its share of ``κx`` to Y.
 
@@ -236,7 +238,7 @@ def walk(
         u_before, x_before = operands(X, P, Y, m, linked, length)
         y, _, u_slope, x_slope, states = shares(
             u_before, x_before, S, n, N, inverse_width, states, pole, BACK, P is not None, TABLE,
-            POLES, COMPLEX, EXACT, BLOCK,
+            POLES, COMPLEX, BLOCK,
         )  # fmt: skip
         if P is not None:
             slope = u * x_slope + x * u_slope
@@ -253,14 +255,14 @@ def walk(
 @triton.jit
 def walks(
     S, X, P, Y, SLOPE, length, inverse_width, N, TABLE: tl.constexpr, POLES: tl.constexpr,
-    COMPLEX: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+    COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every pole in both directions; then Y, or SLOPE, is whole."""
     for back in tl.static_range(2):
         for pole in range(POLES):
             walk(
                 S, X, P, Y, SLOPE, length, inverse_width, N, pole, back == 1, TABLE, POLES,
-                COMPLEX, EXACT, BLOCK,
+                COMPLEX, BLOCK,
             )  # fmt: skip
             tl.debug_barrier()  # the next walk reads what this one has written
 
@@ -268,7 +270,7 @@ def walks(
 @triton.jit(do_not_specialize=("L",))
 def column_kernel(
     X, P, S, LENGTHS, INVERSE_WIDTH, Y, SLOPE, N, L, TABLE: tl.constexpr, POLES: tl.constexpr,
-    COMPLEX: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+    COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Normalisers of one slice, or a slope; :func:`walk` says which."""
     pair = tl.program_id(0).to(tl.int64)
@@ -283,9 +285,7 @@ def column_kernel(
         P += pair * N
         SLOPE += pair * N
     inverse_width = tl.load(INVERSE_WIDTH + pair // L)
-    walks(
-        S + pair * N, X, P, Y, SLOPE, length, inverse_width, N, TABLE, POLES, COMPLEX, EXACT, BLOCK
-    )
+    walks(S + pair * N, X, P, Y, SLOPE, length, inverse_width, N, TABLE, POLES, COMPLEX, BLOCK)
 
 
 def column_config(values: Tensor, metric: str, exact: bool) -> dict[str, Any]:
@@ -299,11 +299,12 @@ def column_config(values: Tensor, metric: str, exact: bool) -> dict[str, Any]:
         for w, p in zip(table.weights, table.poles, strict=True)
         for number in (complex(w).real, complex(w).imag, complex(p).real, complex(p).imag)
     )
-    slices, ranks = values.shape[-2:]
-    block = min(BLOCK, max(LEAST_BLOCK, power_of_2(ranks)))
+    batch, slices, ranks = values.shape
+    most = BLOCK if batch * slices < CROWD else CROWDED_BLOCK
+    block = min(most, max(LEAST_BLOCK, power_of_2(ranks)))
     return {
         "N": ranks, "L": slices, "TABLE": numbers, "POLES": len(table.poles),
-        "COMPLEX": metric != "absolute", "EXACT": exact, "BLOCK": block,
+        "COMPLEX": metric != "absolute", "BLOCK": block,
         "num_warps": max(1, block // 256),
     }  # fmt: skip
 

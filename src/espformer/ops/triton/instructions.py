@@ -20,6 +20,10 @@ if INTERPRETED:  # the interpreter knows neither libdevice nor PTX
         return tl.cos(angle)
 
     @triton.jit
+    def fast_sine(angle):
+        return tl.sin(angle)
+
+    @triton.jit
     def times(x, y):
         return x * y
 
@@ -55,6 +59,11 @@ else:
     def fast_cosine(angle):
         """Cosine, good to 2^-21 in one instruction."""
         return libdevice.fast_cosf(angle)
+
+    @triton.jit
+    def fast_sine(angle):
+        """Sine, likewise: of a small angle most digits are lost."""
+        return libdevice.fast_sinf(angle)
 
     @triton.jit
     def times(x, y):
@@ -119,8 +128,8 @@ else:
 
 
 @triton.jit
-def exact_cosine(angle):
-    """Cosine of an angle up to a thousand, to the last bit or two of float32.
+def exact_cosine(angle, QUARTERS: tl.constexpr = 0):
+    """Cosine of an angle up to a thousand and QUARTERS right ones, to the last bit or two.
 
     The library's has a branch for angles of any size: over a third of a kernel's code.
     """
@@ -132,7 +141,7 @@ def exact_cosine(angle):
     z = rest * rest
     even = 1.0 + z * (z * (4.16666466e-02 + z * (-1.38873560e-03 + z * 2.44370787e-05)) - 0.5)
     odd = rest + rest * z * (-0.1666665 + z * (0.00833197 - z * 0.00019494))
-    q = quarters.to(tl.int32)
+    q = quarters.to(tl.int32) + QUARTERS
     y = tl.where((q & 1) == 0, even, odd)
     return tl.where(((q + 1) & 2) == 0, y, -y)
 
@@ -145,3 +154,17 @@ def cosine(angle, EXACT: tl.constexpr):
     else:
         y = fast_cosine(angle)
     return y
+
+
+@triton.jit
+def rotation(angle, EXACT: tl.constexpr):
+    """``exp(-i angle)``, real and imaginary part.
+
+    EXACT where many of them multiply: what each is off by adds up, and small angles must keep their
+    digits, which those of ``angle + π/2`` are not.
+    """
+    if EXACT:
+        re, im = exact_cosine(angle), exact_cosine(angle, 1)
+    else:
+        re, im = fast_cosine(angle), -fast_sine(angle)
+    return re, im

@@ -43,7 +43,7 @@ def ranked(SQUARE, ORDER, FACTOR, at, n, inside):
 @triton.jit(do_not_specialize=("L",))
 def norm_kernel(
     SQUARE, ORDER, GIVEN, FACTOR, S, INVERSE_WIDTH, OUT, N, L, TABLE: tl.constexpr,
-    POLES: tl.constexpr, COMPLEX: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+    POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum of one slice."""
     pair = tl.program_id(0).to(tl.int64)
@@ -60,7 +60,7 @@ def norm_kernel(
                 x = ranked(SQUARE + pair // L * N, ORDER + at, FACTOR, at, m, linked)
                 kx, _, _, _, states = shares(
                     x, x, S + at, n, N, inverse_width, states, pole, back == 1, False, TABLE,
-                    POLES, COMPLEX, EXACT, BLOCK,
+                    POLES, COMPLEX, BLOCK,
                 )  # fmt: skip
                 if back == 0:  # and the rank itself, once
                     own = ranked(SQUARE + pair // L * N, ORDER + at, FACTOR, at, n, inside)
@@ -73,7 +73,7 @@ def norm_kernel(
 def norm_grad_kernel(
     UPSTREAM, SQUARE, ORDER, GIVEN, FACTOR, S, INVERSE_WIDTH, D_SQUARE, D_GIVEN, D_FACTOR, MASS,
     SLOPE, N, L, ATOMIC: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr,
-    COMPLEX: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+    COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """All gradients of one slice; MASS is room for ``upstream · κ given``.
 
@@ -103,7 +103,7 @@ def norm_grad_kernel(
                 u_before = tl.load(GIVEN + at + m, mask=linked, other=0.0) * upstream
                 mass, kx, u_slope, x_slope, states = shares(
                     u_before, x_before, S + at, n, N, inverse_width, states, pole, back == 1, True,
-                    TABLE, POLES, COMPLEX, EXACT, BLOCK,
+                    TABLE, POLES, COMPLEX, BLOCK,
                 )  # fmt: skip
                 slope = u * x_slope + x * u_slope
                 mass += tl.where(added, tl.load(MASS + rank, mask=inside & added, other=0.0), u)

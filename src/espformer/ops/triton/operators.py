@@ -23,7 +23,7 @@ from espformer.ops.triton.column import width_gradient
 from espformer.ops.triton.launch import Gradients, PlanKernels
 from espformer.ops.triton.registration import operator
 
-SCRATCH_BYTES = 160 << 20
+SCRATCH_BYTES = 80 << 20
 
 Group = tuple[slice, slice]
 

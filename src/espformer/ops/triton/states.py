@@ -32,7 +32,7 @@ from espformer.ops.triton.chunks import (
     side,
     waves,
 )
-from espformer.ops.triton.instructions import LOG2E, QUARTER, cosine, exp2, roomy
+from espformer.ops.triton.instructions import LOG2E, exp2, roomy, rotation
 from espformer.ops.triton.rows import load_rows
 
 
@@ -115,8 +115,8 @@ def turn(TABLE: tl.constexpr, x, r, ROWS: tl.constexpr, EXACT: tl.constexpr):
     """``exp(-p x)`` of the pole of state row r, real and imaginary part."""
     x = tl.minimum(x, 40.0)
     size = exp2(entry(TABLE, 0, r, ROWS) * (x * -LOG2E))
-    angle = entry(TABLE, 1, r, ROWS) * x
-    return size * cosine(angle, EXACT), size * cosine(angle + QUARTER, EXACT)
+    re, im = rotation(entry(TABLE, 1, r, ROWS) * x, EXACT)
+    return size * re, size * im
 
 
 @triton.jit
