@@ -72,6 +72,20 @@ def test_batches_by_tokens():
         SeededBatches(3, 1, max_tokens=10)
 
 
+def test_batches_of_like_length():
+    lengths = torch.randint(1, 30, (203,), generator=torch.Generator().manual_seed(0))
+    batches = SeededBatches(203, 8, lengths=[lengths], seed=1)
+    orders = [epoch_of(batches, epoch) for epoch in range(2)]
+    for made in orders:
+        assert sorted(len(batch) for batch in made) == [3, *[8] * 25]
+        assert sorted(i for batch in made for i in batch) == list(range(203))
+        assert sum(int(lengths[b].max()) * len(b) for b in made) < 1.1 * int(lengths.sum())
+        widest = [int(lengths[batch].max()) for batch in made]
+        assert widest != sorted(widest), "short ones do not come first"
+    sets = [{frozenset(batch) for batch in made} for made in orders]
+    assert len(sets[0] & sets[1]) < 5, "who shares a batch changes from epoch to epoch"
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loader_follows_the_epoch(workers):
     data = TensorDataset(torch.arange(10))

@@ -134,11 +134,12 @@ class TaskData(LightningDataModule):
 
     def train_dataloader(self) -> Loader:
         data = self.run.data
+        alike = data.group_by_length or data.max_tokens is not None
         return self._loader(
             self.task.train,
             batch_size=data.batch_size,
             max_tokens=data.max_tokens,
-            lengths=_lengths(self.task.train) if data.max_tokens is not None else None,
+            lengths=_lengths(self.task.train) if alike else None,
             resume=self.resume,
         )
 
@@ -167,7 +168,10 @@ def _lengths(split: Any) -> Sequence[Sequence[int]]:
     names = ("source_lengths", "target_lengths", "lengths")
     lengths = [getattr(split, name) for name in names if getattr(split, name, None) is not None]
     if not lengths:
-        raise RunError("data.max_tokens needs a data set that knows the lengths of its examples")
+        raise RunError(
+            "data.max_tokens and data.group_by_length need a data set of texts, whose examples "
+            "differ in length"
+        )
     return lengths
 
 

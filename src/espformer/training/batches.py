@@ -44,9 +44,10 @@ class SeededBatches(Sampler[list[int]]):
     Args:
         size: number of examples.
         batch_size: examples of a step, over all processes.
-        lengths: tokens of each example, one row per side, ``(sides, size)``; with `max_tokens`.
-        max_tokens: tokens of a step, padding included, over all processes, instead of `batch_size`;
+        lengths: tokens of each example, one row per side, ``(sides, size)``; if they are given,
             examples of like length share a batch.
+        max_tokens: tokens of a step, padding included, over all processes, instead of `batch_size`;
+            with `lengths`.
         shuffle: a new order in each epoch.
         seed: seed of the orders.
         rank: index of this process.
@@ -111,10 +112,12 @@ class SeededBatches(Sampler[list[int]]):
             order = torch.randperm(self.size, generator=generator)
         else:
             order = torch.arange(self.size)
-        if self.max_tokens is None or self.lengths is None:
+        if self.lengths is None:
             batches = list(order.split(self.batch_size))
         else:
-            batches = self._by_tokens(order, self.max_tokens)
+            for side in reversed(self.lengths):
+                order = order[torch.argsort(side[order], stable=True)]
+            batches = list(order.split(self._sizes(order, self.lengths)))
             if self.shuffle:
                 shuffled = torch.randperm(len(batches), generator=generator).tolist()
                 batches = [batches[index] for index in shuffled]
@@ -124,20 +127,19 @@ class SeededBatches(Sampler[list[int]]):
             whole = [*whole[:-1], torch.cat([*whole[-1:], *rest])]
         return whole
 
-    def _by_tokens(self, order: Tensor, max_tokens: int) -> list[Tensor]:
-        assert self.lengths is not None
-        for side in reversed(self.lengths):
-            order = order[torch.argsort(side[order], stable=True)]
-        longest = torch.stack(self.lengths).amax(0)
+    def _sizes(self, order: Tensor, lengths: list[Tensor]) -> int | list[int]:
+        """Examples of each batch of this order, or of every one."""
+        if self.max_tokens is None:
+            return self.batch_size
         sizes: list[int] = []
         count, widest = 0, 0
-        for tokens in longest[order].tolist():
-            if count and max(widest, tokens) * (count + 1) > max_tokens:
+        for tokens in torch.stack(lengths).amax(0)[order].tolist():
+            if count and max(widest, tokens) * (count + 1) > self.max_tokens:
                 sizes.append(count)
                 count, widest = 0, 0
             count += 1
             widest = max(widest, tokens)
-        return list(order.split([*sizes, count]))
+        return [*sizes, count]
 
 
 class ResumableLoader(DataLoader[Any]):

@@ -35,6 +35,8 @@ class Data:
     """Examples of a training step, over all devices."""
     max_tokens: int | None = None
     """Translation: tokens of a training step instead, padding included, over all devices."""
+    group_by_length: bool = False
+    """Texts of like length share a training step: less padding, and batches that are less mixed."""
     eval_batch_size: int | None = None
     """Examples of an evaluation step; `batch_size` unless given."""
     workers: int = 0

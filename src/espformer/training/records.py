@@ -93,12 +93,15 @@ def differences(asked: dict[str, Any], there: dict[str, Any]) -> str:
 
 
 def changes(asked: dict[str, Any], there: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Key path, value asked for and value there of all that matters and differs."""
+    """Key path, value asked for and value there of all that matters and differs.
+
+    What is switched off is the same as what an older version had no switch for.
+    """
     ours, theirs = _flat(asked), _flat(there)
     return [
         (".".join(key), ours.get(key), theirs.get(key))
         for key in sorted({*ours, *theirs})
-        if ours.get(key) != theirs.get(key) and key not in _WHERE
+        if (ours.get(key) or None) != (theirs.get(key) or None) and key not in _WHERE
     ]
 
 
