@@ -106,6 +106,17 @@ def test_one_mask_for_both_sides_needs_no_coupling(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("keys", [7, 5], ids=["self", "cross"])
+def test_plans_of_padded_tokens(options: dict[str, Any], keys: int) -> None:
+    query, key = (torch.randn(2, 1, n, 3, device=DEVICE) for n in (7, keys))
+    mask = torch.arange(keys, device=DEVICE) < torch.tensor([[keys], [3]], device=DEVICE)
+    found = espformer.esp_plan(query, key, key_mask=mask, backend="triton", **options)
+    expected = espformer.esp_plan(query, key, key_mask=mask, backend="dense", **options)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+    assert not found[1, :, :, 3:].any(), "padding takes nothing"
+
+
 def test_half_precision_with_more_keys() -> None:
     compare(6, 11, torch.float16, 5e-3, masked=True)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from espformer.ops import esp
+from espformer.ops.masks import zero_padding
 from espformer.ops.problem import Problem
 from espformer.ops.triton import hard, soft
 
@@ -13,7 +14,10 @@ MOST_WIDTH = 256
 
 
 def attend(problem: Problem, value: Tensor) -> Tensor:
-    """``N · G V``: (batch, N, d) in the dtype of `value`; a head that holds NaN is all NaN."""
+    """``N · G V``: (batch, N, d) in the dtype of `value`; a head that holds NaN is all NaN.
+
+    Rows of `value` that are padding are zero.
+    """
     if not _supported(problem, value):
         out = esp.attend(problem, value) + problem.poison().view(-1, 1, 1)
         return out.to(value.dtype)
@@ -39,5 +43,5 @@ def plan(problem: Problem) -> Tensor:
     """``N · G``, (batch, N, M): the same operator applied to the identity, in blocks of columns."""
     key = problem.key
     eye = torch.eye(key.shape[-2], dtype=problem.dtype, device=key.device)
-    blocks = (block.expand(key.shape[0], -1, -1) for block in eye.split(64, -1))
-    return torch.cat([attend(problem, block) for block in blocks], -1)
+    rows = zero_padding(eye.expand(key.shape[0], -1, -1), problem.key_mask)
+    return torch.cat([attend(problem, block) for block in rows.split(64, -1)], -1)
