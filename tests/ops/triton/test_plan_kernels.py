@@ -133,7 +133,9 @@ def test_slopes_of_columns(
     x, p = torch.randn(2, batch, slices, ranks, device=DEVICE).unbind()
     inverse_width = side.rates
     slope = column.sorted_slope(p, x, side.values, inverse_width, metric, True)
-    close(slope, side.slopes(x.double().unsqueeze(-1), p.double().unsqueeze(-1)))
+    # The slope of the table is 8e-6 off between equal numbers, of which here are many.
+    tolerance = 2e-5 if metric == "absolute" else 5e-5
+    close(slope, side.slopes(x.double().unsqueeze(-1), p.double().unsqueeze(-1)), tolerance)
 
 
 def test_faint_forces() -> None:

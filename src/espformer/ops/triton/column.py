@@ -83,19 +83,19 @@ def before(n, N, BACK: tl.constexpr):
 
 
 @triton.jit
-def real_run(u, x, a, states, BOTH: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr):
+def real_run(u, x, a, left, states, BOTH: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr):
     """Sums of what came before, going on from states, and the states after; of x too if BOTH.
 
-    u and x are those of the ranks before.
+    u and x are those of the ranks before, `left` is what is left of the states at a rank.
     """
     if BOTH:
-        d, f, g = tl.associative_scan((a, a * u, a * x), 0, real_steps, reverse=BACK)
-        f += d * states[0]
-        g += d * states[1]
+        _, f, g = tl.associative_scan((a, a * u, a * x), 0, real_steps, reverse=BACK)
+        f += left * states[0]
+        g += left * states[1]
         after = (last_of(f, BACK, BLOCK), last_of(g, BACK, BLOCK))
     else:
-        d, f = tl.associative_scan((a, a * u), 0, real_step, reverse=BACK)
-        f += d * states[0]
+        _, f = tl.associative_scan((a, a * u), 0, real_step, reverse=BACK)
+        f += left * states[0]
         g = f
         after = (last_of(f, BACK, BLOCK),)
     return f, g, after
@@ -109,22 +109,23 @@ def turned(f_re, f_im, d_re, d_im, s_re, s_im):
 
 @triton.jit
 def complex_run(
-    u, x, a_re, a_im, states, BOTH: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr
-):
+    u, x, a_re, a_im, left_re, left_im, states,
+    BOTH: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """:func:`real_run` for a complex pole."""
     if BOTH:
-        d_re, d_im, f_re, f_im, g_re, g_im = tl.associative_scan(
+        _, _, f_re, f_im, g_re, g_im = tl.associative_scan(
             (a_re, a_im, a_re * u, a_im * u, a_re * x, a_im * x), 0, complex_steps, reverse=BACK
         )
-        f_re, f_im = turned(f_re, f_im, d_re, d_im, states[0], states[1])
-        g_re, g_im = turned(g_re, g_im, d_re, d_im, states[2], states[3])
+        f_re, f_im = turned(f_re, f_im, left_re, left_im, states[0], states[1])
+        g_re, g_im = turned(g_re, g_im, left_re, left_im, states[2], states[3])
         after = (last_of(f_re, BACK, BLOCK), last_of(f_im, BACK, BLOCK))
         after = after + (last_of(g_re, BACK, BLOCK), last_of(g_im, BACK, BLOCK))
     else:
-        d_re, d_im, f_re, f_im = tl.associative_scan(
+        _, _, f_re, f_im = tl.associative_scan(
             (a_re, a_im, a_re * u, a_im * u), 0, complex_step, reverse=BACK
         )
-        f_re, f_im = turned(f_re, f_im, d_re, d_im, states[0], states[1])
+        f_re, f_im = turned(f_re, f_im, left_re, left_im, states[0], states[1])
         g_re, g_im = f_re, f_im
         after = (last_of(f_re, BACK, BLOCK), last_of(f_im, BACK, BLOCK))
     return f_re, f_im, g_re, g_im, after
@@ -149,48 +150,68 @@ def no_states(BOTH: tl.constexpr, COMPLEX: tl.constexpr):
 
 
 @triton.jit
+def start_of(step, N, BACK: tl.constexpr, BLOCK: tl.constexpr):
+    """The first rank of the block that a walk comes to in that step."""
+    return (tl.cdiv(N, BLOCK) - 1 - step if BACK else step) * BLOCK
+
+
+@triton.jit
 def ranks_of(step, N, BACK: tl.constexpr, BLOCK: tl.constexpr):
-    """Ranks of the block that a walk comes to in that step."""
-    block = tl.cdiv(N, BLOCK) - 1 - step if BACK else step
-    return block * BLOCK + tl.arange(0, BLOCK)
+    """All ranks of that block."""
+    return start_of(step, N, BACK, BLOCK) + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def decayed(p_re, p_im, x):
+    """``exp(-p x)``, real and imaginary part; zero far away, where angles would be large."""
+    capped = tl.minimum(x, 40.0)
+    size = tl.where(x <= 40.0, tl.exp(-p_re * capped), 0.0)
+    re, im = rotation(p_im * capped, EXACT=True)
+    return size * re, size * im
 
 
 @triton.jit
 def shares(
-    u, x, S, n, N, inverse_width, states, pole, BACK: tl.constexpr, BOTH: tl.constexpr,
+    u, x, S, step, N, inverse_width, states, pole, BACK: tl.constexpr, BOTH: tl.constexpr,
     TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What one pole in one direction adds to κu, κx, κ'u and κ'x at the ranks n of a block.
+    """What one pole in one direction adds to κu, κx, κ'u and κ'x in one step of a walk.
 
     The ranks themselves are left out, and u and x are those of the ranks before. And the states
     after it. x and slopes are only looked at if BOTH.
     """
+    n = ranks_of(step, N, BACK, BLOCK)
     m, linked = before(n, N, BACK)
     here = tl.load(S + tl.minimum(n, N - 1))
     there = tl.load(S + tl.maximum(tl.minimum(m, N - 1), 0))
-    gap = there - here if BACK else here - there
-    scaled = gap * inverse_width
+    gap = tl.abs(here - there)
+    # States come from the rank before the block. What is left of them at a rank follows from the
+    # numbers, not from all the steps in between, whose errors would add up.
+    edge = start_of(step, N, BACK, BLOCK) + (BLOCK if BACK else -1)
+    way = tl.abs(here - tl.load(S + tl.maximum(tl.minimum(edge, N - 1), 0)))
     if COMPLEX:
         w_re, w_im = pole_entry(TABLE, 0, pole, POLES), pole_entry(TABLE, 1, pole, POLES)
         p_re, p_im = pole_entry(TABLE, 2, pole, POLES), pole_entry(TABLE, 3, pole, POLES)
         v_re = w_re * p_re - w_im * p_im
         v_im = w_re * p_im + w_im * p_re
-        capped = tl.minimum(scaled, 40.0)
-        size = tl.where(linked & (scaled <= 40.0), tl.exp(-p_re * capped), 0.0)
-        a_re, a_im = rotation(p_im * capped, EXACT=True)
-        a_re, a_im = size * a_re, size * a_im
-        f_re, f_im, g_re, g_im, after = complex_run(u, x, a_re, a_im, states, BOTH, BACK, BLOCK)
+        a_re, a_im = decayed(p_re, p_im, tl.where(linked, gap * inverse_width, float("inf")))
+        left_re, left_im = decayed(p_re, p_im, way * inverse_width)
+        f_re, f_im, g_re, g_im, after = complex_run(
+            u, x, a_re, a_im, left_re, left_im, states, BOTH, BACK, BLOCK
+        )
         ku = w_re * f_re - w_im * f_im
         kx = w_re * g_re - w_im * g_im
         u_slope = v_re * f_re - v_im * f_im
         x_slope = v_re * g_re - v_im * g_im
     else:
-        decay = tl.where(linked, tl.exp(-scaled), 0.0)
-        ku, kx, after = real_run(u, x, decay, states[:2] if BOTH else states, BOTH, BACK, BLOCK)
+        decay, left = tl.exp(-gap * inverse_width), tl.exp(-way * inverse_width)
+        decay = tl.where(linked, decay, 0.0)
+        own = states[:2] if BOTH else states
+        ku, kx, after = real_run(u, x, decay, left, own, BOTH, BACK, BLOCK)
         u_slope, x_slope = ku, kx
         if BOTH:  # equal numbers are left out
-            same = tl.where(linked & (gap == 0.0), 1.0, 0.0)
-            u_tied, x_tied, end = real_run(u, x, same, states[2:], BOTH, BACK, BLOCK)
+            same, left = tl.where(linked & (gap == 0.0), 1.0, 0.0), tl.where(way == 0.0, 1.0, 0.0)
+            u_tied, x_tied, end = real_run(u, x, same, left, states[2:], BOTH, BACK, BLOCK)
             u_slope = ku - u_tied
             x_slope = kx - x_tied
             after = after + end
@@ -237,7 +258,7 @@ def walk(
         m, linked = before(n, N, BACK)
         u_before, x_before = operands(X, P, Y, m, linked, length)
         y, _, u_slope, x_slope, states = shares(
-            u_before, x_before, S, n, N, inverse_width, states, pole, BACK, P is not None, TABLE,
+            u_before, x_before, S, step, N, inverse_width, states, pole, BACK, P is not None, TABLE,
             POLES, COMPLEX, BLOCK,
         )  # fmt: skip
         if P is not None:

@@ -59,7 +59,7 @@ def norm_kernel(
                 m, linked = before(n, N, back == 1)
                 x = ranked(SQUARE + pair // L * N, ORDER + at, FACTOR, at, m, linked)
                 kx, _, _, _, states = shares(
-                    x, x, S + at, n, N, inverse_width, states, pole, back == 1, False, TABLE,
+                    x, x, S + at, step, N, inverse_width, states, pole, back == 1, False, TABLE,
                     POLES, COMPLEX, BLOCK,
                 )  # fmt: skip
                 if back == 0:  # and the rank itself, once
@@ -102,8 +102,8 @@ def norm_grad_kernel(
                 x_before = ranked(SQUARE + pair // L * N, ORDER + at, FACTOR, at, m, linked)
                 u_before = tl.load(GIVEN + at + m, mask=linked, other=0.0) * upstream
                 mass, kx, u_slope, x_slope, states = shares(
-                    u_before, x_before, S + at, n, N, inverse_width, states, pole, back == 1, True,
-                    TABLE, POLES, COMPLEX, BLOCK,
+                    u_before, x_before, S + at, step, N, inverse_width, states, pole, back == 1,
+                    True, TABLE, POLES, COMPLEX, BLOCK,
                 )  # fmt: skip
                 slope = u * x_slope + x * u_slope
                 mass += tl.where(added, tl.load(MASS + rank, mask=inside & added, other=0.0), u)
