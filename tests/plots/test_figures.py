@@ -64,6 +64,17 @@ def test_timings_that_failed_their_check_are_not_drawn(tmp_path):
         plots.runtime([], "")
 
 
+def test_times_of_cuda_graphs_are_drawn_where_they_are_known(tmp_path):
+    path = tmp_path / "bench.csv"
+    path.write_text(
+        "operator,backend,mode,tokens,milliseconds,graph_milliseconds,status\n"
+        "esp,triton,forward,64,2.0,0.5,ok\nesp,triton,forward,128,4.0,,ok\n"
+    )
+    figure = plots.runtime(plots.read_timings(path), "")
+    assert figure.axes[0].lines[0].get_ydata().tolist() == [0.5, 4.0]
+    assert any("CUDA graphs" in text.get_text() for text in figure.texts)
+
+
 def test_scores_stand_at_their_numbers():
     scores = [Score("a", f"patch={size}", value) for size in (2, 14) for value in (90.0, 92.0)]
     figure = plots.scores_by_setting(scores, "title", "accuracy", "conditions")
