@@ -1,5 +1,7 @@
 """Descriptions of runs, compared."""
 
+import pytest
+
 from espformer.training.records import changes
 
 
@@ -9,5 +11,19 @@ def test_what_differs_between_two_runs():
     assert changes(asked, there) == [("clip", 2.0, None), ("seed", 1, 2)]
 
 
+@pytest.mark.parametrize("part", [{"model": {"vit": {}}}, {"mechanism": {"esp": {}}}])
+@pytest.mark.parametrize("value", [False, 0, 0.0, ""])
+def test_arguments_that_were_not_given_are_not_off(part, value):
+    (name, spec), *_ = part.items()
+    (kind, _), *_ = spec.items()
+    assert changes({name: {kind: {"a": value, "b": 1}}}, {name: {kind: {"b": 1}}})
+
+
+def test_zero_is_not_off():
+    there = {"schedule": {"name": "milestones"}}
+    assert changes({"schedule": {"name": "milestones", "factor": 0.0}}, there)
+
+
 def test_a_switch_that_is_on_differs_from_one_that_did_not_exist():
-    assert changes({"group_by_length": True}, {}) == [("group_by_length", True, None)]
+    on = {"data": {"batch_size": 8, "group_by_length": True}}
+    assert changes(on, {"data": {"batch_size": 8}}) == [("data.group_by_length", True, None)]

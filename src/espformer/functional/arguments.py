@@ -196,3 +196,9 @@ def one_of(name: str, argument: str, got: str, allowed: tuple[str, ...]) -> None
     if got not in allowed:
         choices = ", ".join(repr(a) for a in allowed)
         raise ValueError(f"{name}: {argument} must be one of {choices}, got {got!r}")
+
+
+def under_transforms() -> bool:
+    """Whether ``torch.func`` transforms this call."""
+    active = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return active is not None and not torch.compiler.is_compiling() and active()

@@ -9,7 +9,7 @@ from types import ModuleType
 import torch.nn.functional as F
 from torch import Tensor
 
-from espformer.functional.arguments import one_of
+from espformer.functional.arguments import one_of, under_transforms
 from espformer.ops.exporting import is_exporting
 from espformer.ops.masks import resolve_masks, zero_padding
 from espformer.ops.sinkhorn import sinkhorn_matrix, sinkhorn_output
@@ -167,7 +167,7 @@ def sinkhorn_attention(
     _check_sinkhorn("sinkhorn_attention", iterations, epsilon)
     query_mask, key_mask = resolve_masks("sinkhorn_attention", query, key, query_mask, key_mask)
     one_of("sinkhorn_attention", "backend", backend, SINKHORN_BACKENDS)
-    kernels = _kernels("sinkhorn_attention", backend, query, value)
+    kernels = _kernels("sinkhorn_attention", backend, query, key, value)
     output = sinkhorn_output if kernels is None else kernels.output
     result: Tensor = output(
         query,
@@ -222,11 +222,19 @@ def sinkhorn_plan(
     ).to(query.dtype)
 
 
-def _kernels(name: str, backend: str, query: Tensor, value: Tensor) -> ModuleType | None:
+def _kernels(
+    name: str, backend: str, query: Tensor, key: Tensor, value: Tensor
+) -> ModuleType | None:
     """The fused kernels, if they are asked for or picked, and can do it."""
     on_gpu = query.device.type == "cuda"
-    if backend == "torch" or (backend == "auto" and (not on_gpu or is_exporting())):
+    transformed = under_transforms()
+    if backend == "torch" or (backend == "auto" and (not on_gpu or transformed or is_exporting())):
         return None
+    if transformed:
+        raise ValueError(
+            f'{name}: torch.func cannot transform backend="{backend}", whose gradient is '
+            'hand-written; pass backend="torch", or "auto", which picks it there'
+        )
     if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             f'{name}: backend="triton" needs CUDA tensors, got tensors on {query.device}; '
@@ -240,7 +248,7 @@ def _kernels(name: str, backend: str, query: Tensor, value: Tensor) -> ModuleTyp
         raise ImportError(
             'backend="triton" needs triton >= 3.6 (pip install triton); backend="torch" does not'
         ) from error
-    return sinkhorn if sinkhorn.supported(query, value) else None
+    return sinkhorn if sinkhorn.supported(query, key, value) else None
 
 
 def _default_scale(query: Tensor, scale: float | None) -> float:

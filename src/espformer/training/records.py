@@ -31,6 +31,8 @@ __all__ = [
     "run_directory",
 ]
 
+# Where descriptions hold the arguments that were given, and no others.
+_GIVEN = (("mechanism",), ("model",), ("data", "set"))
 # Keys that may differ between two attempts at one run: they change who computes, not what.
 _WHERE = (
     ("data", "workers"), ("data", "directory"), ("trainer", "accelerator"), ("trainer", "devices"),
@@ -95,13 +97,19 @@ def differences(asked: dict[str, Any], there: dict[str, Any]) -> str:
 def changes(asked: dict[str, Any], there: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Key path, value asked for and value there of all that matters and differs.
 
-    What is switched off is the same as what an older version had no switch for.
+    A switch that is off is the same as none, as in runs that are older than it; but not in
+    arguments, of which only those are written down that were given.
     """
     ours, theirs = _flat(asked), _flat(there)
+
+    def value(of: dict[tuple[str, ...], Any], key: tuple[str, ...]) -> Any:
+        off = of.get(key) is False and not any(key[: len(part)] == part for part in _GIVEN)
+        return None if off else of.get(key)
+
     return [
         (".".join(key), ours.get(key), theirs.get(key))
         for key in sorted({*ours, *theirs})
-        if (ours.get(key) or None) != (theirs.get(key) or None) and key not in _WHERE
+        if value(ours, key) != value(theirs, key) and key not in _WHERE
     ]
 
 

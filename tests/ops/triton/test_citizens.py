@@ -122,3 +122,11 @@ def test_compiles_without_graph_breaks(hard: bool) -> None:
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_forward_mode_is_refused_not_dropped() -> None:
+    query, key, value = numbers(3, 1, 1, 5, 2).unbind()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(query, query)
+        with pytest.raises(NotImplementedError, match="jvp"):
+            espformer.esp_attention(dual, key, value, backend="triton")

@@ -216,3 +216,24 @@ def test_backends_are_checked() -> None:
         sinkhorn_attention(*(tokens(1, 1, 5, 4) for _ in range(3)), backend="dense")
     with pytest.raises(ValueError, match="Sinkhorn: backend must be one of"):
         Sinkhorn(backend="dense")
+
+
+def test_transforms_and_forward_mode_are_not_for_kernels() -> None:
+    query, key, value = torch.randn(3, 1, 1, 5, 2, device=DEVICE).unbind()
+
+    def total(x: Tensor, backend: str) -> Tensor:
+        return sinkhorn_attention(x, key, value, backend=backend).sum()
+
+    found = torch.func.grad(total)(query, "auto")
+    leaf = query.clone().requires_grad_()
+    torch.testing.assert_close(found, torch.autograd.grad(total(leaf, "torch"), leaf)[0])
+    with pytest.raises(ValueError, match=r"torch\.func cannot transform"):
+        torch.func.grad(total)(query, "triton")
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        total(torch.autograd.forward_ad.make_dual(query, query), "triton")
+
+
+def test_keys_in_double_precision_are_left_to_torch() -> None:
+    query, key, value = torch.randn(3, 1, 1, 5, 2, device=DEVICE).unbind()
+    found = sinkhorn_attention(query, key.double(), value, backend="triton")
+    torch.testing.assert_close(found, sinkhorn_attention(query, key, value, backend="torch"))

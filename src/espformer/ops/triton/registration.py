@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -67,6 +68,8 @@ class Operator:
         if torch.compiler.is_compiling() or any(type(x) not in PLAIN for x in tensors):
             return self.custom(*args)
         wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if forward_ad._current_level >= 0:  # which autograd functions refuse, in torch's words
+            wanted = wanted or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
         if wanted and self.with_gradient is not None:
             return self.with_gradient.apply(*args)
         return self.function(*args)

@@ -12,10 +12,10 @@ from espformer.ops.triton.sinkhorn.operators import sinkhorn_forward
 __all__ = ["output", "supported"]
 
 
-def supported(query: Tensor, value: Tensor) -> bool:
+def supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the kernels can do it: no float64, and heads that are not too wide."""
     widest = max(query.shape[-1], value.shape[-1])
-    return torch.float64 not in (query.dtype, value.dtype) and widest <= WIDEST
+    return torch.float64 not in (query.dtype, key.dtype, value.dtype) and widest <= WIDEST
 
 
 def output(
