@@ -40,7 +40,7 @@ def others(x: torch.Tensor) -> torch.Tensor:
 def test_in_queries_and_keys(options, number, backend, masked, side, tau):
     """A sort has a place for NaN: the whole head must show it, hard sorting included.
 
-    Without costs (τ = 0) nothing but the sort has seen it.
+    Without costs (τ = 0) nothing but the sort has seen it. Rows of padding stay zero.
     """
     query, key, value = tokens(3, 2, n=37)
     options = {**options, "backend": backend, "inverse_temperature": tau}
@@ -50,12 +50,14 @@ def test_in_queries_and_keys(options, number, backend, masked, side, tau):
     clean = differentiate(query, key, value, **options)
     {"query": query, "key": key}[side][1, 0, 5, 2] = number
     hit = differentiate(query, key, value, **options)
-    seen = hit["output"][1, 0]
-    assert seen.isnan().all()
+    rows = options["key_mask"][1] if masked else torch.ones(37, dtype=torch.bool)
+    assert hit["output"][1, 0, rows].isnan().all()
+    assert not hit["output"][1, 0, ~rows].any()
     for name, expected in clean.items():
         torch.testing.assert_close(others(hit[name]), others(expected), msg=name)
     plan = esp_plan(query, key, **options)
-    assert plan[1, 0].isnan().all()
+    assert plan[1, 0, rows].isnan().all()
+    assert not plan[1, 0, ~rows].any()
     assert others(plan).isfinite().all()
 
 

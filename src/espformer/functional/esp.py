@@ -191,8 +191,9 @@ def _run(
             hard = compute(module, replace(problem, hard=True))
             mixed = hard if share == 1 else torch.lerp(out, hard, share)
         out = _StraightThrough.apply(out, mixed)
-    # The kernels put it in the weights of the slices.
-    return out + problem.poison().view(-1, 1, 1) if module in (esp, reference) else out
+    if module in (esp, reference):  # the kernels put it in the weights of the slices
+        out = zero_padding(out + problem.poison().view(-1, 1, 1), problem.query_mask)
+    return out
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[None]:

@@ -18,13 +18,11 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
 
     Rows of `value` that are padding are zero.
     """
-    if not _supported(problem, value):
-        out = esp.attend(problem, value) + problem.poison().view(-1, 1, 1)
-        return out.to(value.dtype)
-    out = (hard if problem.hard else soft).attend(problem, value)
-    return (
-        out if problem.query_mask is None else out.masked_fill(~problem.query_mask.unsqueeze(-1), 0)
-    )
+    if _supported(problem, value):
+        out = (hard if problem.hard else soft).attend(problem, value)
+    else:
+        out = (esp.attend(problem, value) + problem.poison().view(-1, 1, 1)).to(value.dtype)
+    return zero_padding(out, problem.query_mask)
 
 
 def _supported(problem: Problem, value: Tensor) -> bool:
