@@ -198,7 +198,14 @@ def one_of(name: str, argument: str, got: str, allowed: tuple[str, ...]) -> None
         raise ValueError(f"{name}: {argument} must be one of {choices}, got {got!r}")
 
 
-def under_transforms() -> bool:
-    """Whether ``torch.func`` transforms this call."""
+def under_transforms(name: str, backend: str, able: str) -> bool:
+    """Whether ``torch.func`` transforms this call; refuses a backend that is not `able` to be."""
     active = getattr(torch._C, "_are_functorch_transforms_active", None)
-    return active is not None and not torch.compiler.is_compiling() and active()
+    if active is None or torch.compiler.is_compiling() or not active():
+        return False
+    if backend not in ("auto", able):
+        raise ValueError(
+            f'{name}: torch.func cannot transform backend="{backend}", whose gradient is '
+            f'hand-written; pass backend="{able}", or "auto", which picks it there'
+        )
+    return True

@@ -227,14 +227,9 @@ def _kernels(
 ) -> ModuleType | None:
     """The fused kernels, if they are asked for or picked, and can do it."""
     on_gpu = query.device.type == "cuda"
-    transformed = under_transforms()
+    transformed = under_transforms(name, backend, "torch")
     if backend == "torch" or (backend == "auto" and (not on_gpu or transformed or is_exporting())):
         return None
-    if transformed:
-        raise ValueError(
-            f'{name}: torch.func cannot transform backend="{backend}", whose gradient is '
-            'hand-written; pass backend="torch", or "auto", which picks it there'
-        )
     if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             f'{name}: backend="triton" needs CUDA tensors, got tensors on {query.device}; '

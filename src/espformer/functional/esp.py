@@ -203,13 +203,7 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[None]:
 
 
 def _backend(name: str, backend: str, device: torch.device) -> ModuleType:
-    transformed = under_transforms()
-    if transformed and backend not in ("auto", "dense"):
-        raise ValueError(
-            f'{name}: torch.func cannot transform backend="{backend}", whose gradient is '
-            'hand-written; pass backend="dense", or "auto", which picks it there'
-        )
-    if backend == "dense" or transformed:
+    if under_transforms(name, backend, "dense") or backend == "dense":
         return reference
     if backend == "linear" or (backend == "auto" and device.type != "cuda"):
         return esp

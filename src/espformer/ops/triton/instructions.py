@@ -160,8 +160,8 @@ def cosine(angle, EXACT: tl.constexpr):
 def rotation(angle, EXACT: tl.constexpr):
     """``exp(-i angle)``, real and imaginary part.
 
-    EXACT where many of them multiply: what each is off by adds up, and small angles must keep their
-    digits, which those of ``angle + π/2`` are not.
+    EXACT where many of them multiply and errors add up: a small angle keeps all its digits, which
+    ``angle + π/2`` would lose.
     """
     if EXACT:
         re, im = exact_cosine(angle), exact_cosine(angle, 1)
