@@ -4,6 +4,7 @@ import dataclasses
 import math
 import random
 import re
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,7 @@ from espformer.revision import revision
 from espformer.training import ConfigError, RunError, UserError, load_recipe
 from espformer.training.claims import CLAIMS, Claim, compare, student_two_sided, verdict
 from espformer.training.experiments import plan
+from espformer.training.recipe import recipe_names
 from espformer.training.report import beside_saved
 from espformer.training.results import Results, merge_files, read_file, results_page, save_file
 from espformer.training.section import markdown
@@ -166,6 +168,33 @@ def test_saved_runs_are_left_out_when_asked(tmp_path):
     assert [(job.run.label, job.run.seed) for job in left] == [("transformer", 1), ("espformer", 1)]
     with pytest.raises(ConfigError, match="--save DIR"):
         beside_saved(recipe, work, None, skip=True)
+
+
+def test_saved_runs_with_other_settings_do_not_stand_for_those_asked(tmp_path):
+    save_file(results(runs(seeds=(0,))), tmp_path / "mnist-patch-size.json")
+    only = {"seeds": [0], "only": ["patch=4", "espformer"]}
+    recipe, work = planned(tmp_path, overrides=["trainer.epochs=5"], **only)
+    with pytest.raises(
+        RunError, match=r"espformer seed 0 .*trainer\.epochs is 45 there and 5 here"
+    ):
+        beside_saved(recipe, work, tmp_path, skip=True)
+    assert beside_saved(recipe, work, tmp_path, skip=False) == work
+    recipe, work = planned(tmp_path, overrides=["trainer.cuda_graph=true"], **only)
+    assert beside_saved(recipe, work, tmp_path, skip=True) == [], "only computed in another way"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*.json")), ids=lambda p: p.stem)
+def test_the_commands_behind_these_results_would_leave_them_out(path, tmp_path):
+    saved = read_file(path)
+    if saved.experiment not in recipe_names():
+        pytest.skip("made without a recipe")
+    recipe = load_recipe(saved.experiment)
+    for one in saved.runs:
+        overrides = [word for word in shlex.split(one["command"]) if re.match(r"\w+\.\S+=", word)]
+        options = {"seeds": [one["seed"]], "only": [one["mechanism"], one["setting"]]}
+        work = plan(recipe, recipe.name, tmp_path, overrides=overrides, **options)
+        assert work
+        assert beside_saved(recipe, work, path.parent, skip=True) == []
 
 
 def test_what_others_start_from_is_left_out_with_them(tmp_path):

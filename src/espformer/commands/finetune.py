@@ -85,7 +85,7 @@ def finetune(
     from espformer.training.display import print_results
     from espformer.training.errors import ConfigError
     from espformer.training.experiments import Job, do_all
-    from espformer.training.records import run_directory
+    from espformer.training.records import check_same, run_directory
     from espformer.training.report import write_report
 
     attentions = read_attentions(attention or ["softmax", "sinkhorn", "esp"])
@@ -150,6 +150,8 @@ def finetune(
         )
         for run in runs
     ]
+    for job in work:
+        check_same(job.run, job.directory)
     os.environ["ESPFORMER_REVISION"] = revision() or ""  # of the code that is loaded now
     try:
         failed = do_all(work, jobs, console, launch.by_command)

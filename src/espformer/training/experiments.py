@@ -32,7 +32,7 @@ from espformer.training.config import Run, TimingRun, TrainingRun
 from espformer.training.errors import RunError
 from espformer.training.launch import Launch, Process
 from espformer.training.recipe import Recipe
-from espformer.training.records import read_results, run_directory
+from espformer.training.records import check_same, read_results, run_directory
 from espformer.training.runner import start_run
 
 __all__ = ["Job", "do_all", "plan", "rough_work", "seed_by_seed"]
@@ -83,6 +83,8 @@ def plan(
 ) -> list[Job]:
     """The jobs of an experiment, and before them those of other recipes that it starts from.
 
+    Refused where a directory holds a run with other settings, which would pass for the one asked.
+
     Args:
         recipe: the experiment.
         source: its name or path, as the command line takes it.
@@ -111,7 +113,9 @@ def _job(run: Run, source: str, output: Path, overrides: Sequence[str]) -> Job:
         *("train", source, "--mechanism", run.label, "--setting", run.setting),
         *("--seed", str(run.seed), "--output", str(output), "--no-progress", *overrides),
     ]
-    return Job(run, run_directory(output, run), arguments)
+    directory = run_directory(output, run)
+    check_same(run, directory)
+    return Job(run, directory, arguments)
 
 
 def rough_work(run: Run) -> float:

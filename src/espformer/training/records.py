@@ -79,8 +79,8 @@ def check_same(run: Run, directory: Path) -> None:
     changed = differences(plain(run), there)
     if changed:
         raise RunError(
-            f"{directory}: holds a run with other settings: {changed}. Choose another --output, "
-            "or move the directory away"
+            f"{directory}: holds a run with other settings: {changed}. Move the directory away, or "
+            "choose another --output where the command has it (train, reproduce, finetune)"
         )
 
 

@@ -9,7 +9,7 @@ from espformer.training.errors import ConfigError, RunError
 from espformer.training.experiments import Job
 from espformer.training.figures import read_curves
 from espformer.training.recipe import Recipe
-from espformer.training.records import read_results
+from espformer.training.records import differences, read_results
 from espformer.training.results import Results, key, read_file, save_file
 from espformer.training.section import in_order, markdown
 from espformer.training.strict import plain
@@ -100,10 +100,24 @@ def beside_saved(recipe: Recipe, work: list[Job], save: Path | None, *, skip: bo
     saved.merged(Results(recipe.name, recipe.title, list(own.values()))).check_rows()
     if not skip:
         return work
-    there = saved.keys()
-    left = [job for job in work if job.directory in own and key(own[job.directory]) not in there]
+    there = saved.by_key()
+    left = [job for job in work if job.directory in own and not _is_saved(job, there, path)]
     needed = {path for job in left for path in job.needs}
     return [job for job in work if job in left or job.directory in needed]
+
+
+def _is_saved(job: Job, there: dict[tuple[str, str, int], Result], path: Path) -> bool:
+    """Whether the result of a job is there; one with other settings is refused."""
+    outline = _outline(job)
+    result = there.get(key(outline))
+    if result is None:
+        return False
+    if changed := differences(outline["config"], result["config"]):
+        raise RunError(
+            f"--skip-saved: {path} has {job.name} with other settings: {changed}. Give the same "
+            "settings, or leave out --skip-saved to replace what is there"
+        )
+    return True
 
 
 def _outline(job: Job) -> Result:

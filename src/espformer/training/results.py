@@ -63,12 +63,11 @@ class Results:
 
     def merged(self, newer: "Results") -> "Results":
         """These runs and newer ones, which replace those of the same setting, mechanism, seed."""
-        runs = {key(run): run for run in self.runs} | {key(run): run for run in newer.runs}
-        return dataclasses.replace(newer, runs=list(runs.values()))
+        return dataclasses.replace(newer, runs=list((self.by_key() | newer.by_key()).values()))
 
-    def keys(self) -> set[tuple[str, str, int]]:
-        """Setting, mechanism and seed of each run."""
-        return {key(run) for run in self.runs}
+    def by_key(self) -> dict[tuple[str, str, int], Result]:
+        """The runs by setting, mechanism and seed."""
+        return {key(run): run for run in self.runs}
 
     def check_rows(self) -> None:
         """Refuse runs of one row of the table that differ in more than their seed."""
