@@ -92,7 +92,7 @@ def test_esp_is_scored_soft_and_hard_while_its_temperature_falls(encoder, texts,
     steps = 2 * math.ceil(results["data"]["sizes"]["train"] / 16)
     assert results["steps"] == steps
     directory = run_directory(tmp_path, made.run("esp"))
-    _run_the_example_of_the_documentation(directory, tmp_path)
+    _run_the_example_of_the_documentation(encoder, directory, tmp_path)
     assert not torch.load(directory / "last.ckpt", weights_only=True)["optimizer_states"]
     soft, hard = load_classifier(directory), load_classifier(directory, "hard")
     for temperature in get_sort_temperatures(soft).values():
@@ -115,12 +115,14 @@ def test_esp_is_scored_soft_and_hard_while_its_temperature_falls(encoder, texts,
     assert results["macro_recall"]["hard"] == pytest.approx(100 * sum(recalls) / 3, rel=1e-5)
 
 
-def _run_the_example_of_the_documentation(directory, tmp_path):
+def _run_the_example_of_the_documentation(encoder, directory, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "plug-and-play.md").read_text("utf-8")
     (example,) = re.findall(r"^```py\n(from espformer.finetuning.*?)^```$", page, re.M | re.S)
     example = re.sub(r'"runs/[^"]*"', repr(str(directory)), example)
+    example = example.replace("sentence-transformers/all-MiniLM-L6-v2", str(encoder))
     exec(example.replace("minilm-with-esp", str(tmp_path / "saved")), {})
     assert (tmp_path / "saved" / "model.safetensors").exists()
+    assert load_tokenizer(str(tmp_path / "saved"))("ba")
 
 
 def test_dropout_is_on_while_training(encoder, texts, tmp_path, monkeypatch):
@@ -240,6 +242,26 @@ def test_help_teaches_with_examples():
     assert "plug and play" in text
 
 
+def test_another_run_does_not_stand_for_one_of_a_comparison(encoder, texts, tmp_path):
+    do(experiment(encoder, texts, "softmax", epochs=1), "softmax", tmp_path)
+    kept = tmp_path / "kept"
+    with pytest.raises(RunError, match=r"trainer\.epochs is 1 there and 2 here"):
+        command(
+            encoder, texts, tmp_path, "-a", "softmax", "-a", "esp", "-r", "1e-3", "--save", kept
+        )
+    assert not kept.exists()
+
+
+def test_a_model_without_its_tokenizer_is_refused(encoder, texts, tmp_path):
+    """transformers makes one of special tokens, to which every word is unknown."""
+    bare = tmp_path / "bare"
+    load_encoder(str(encoder)).save_pretrained(bare)
+    with pytest.raises(RunError, match="tokenizer's files are not there"):
+        do(experiment(bare, texts, "esp"), "esp", tmp_path / "runs")
+    load_tokenizer(str(encoder)).save_pretrained(bare)
+    assert len(load_tokenizer(str(bare))) == len(load_tokenizer(str(encoder)))
+
+
 def test_mistakes_are_told(encoder, texts, tmp_path):
     with pytest.raises(ConfigError, match="did you mean 'tweeteval'"):
         experiment(encoder, texts, "esp", task="tweeteva")
@@ -253,6 +275,8 @@ def test_mistakes_are_told(encoder, texts, tmp_path):
         do(experiment(tmp_path / "nowhere", texts, "esp"), "esp", tmp_path)
     with pytest.raises(RunError, match="was not found"):
         do(experiment(encoder, tmp_path, "esp"), "esp", tmp_path)
+    with pytest.raises(AssertionError, match="--max-length"):
+        command(encoder, texts, tmp_path, "--max-length", "0")
     runner.fit_shared_head(experiment(encoder, texts, "esp").run(), tmp_path)
     with pytest.raises(RunError, match="another max_length"):
         runner.fit_shared_head(experiment(encoder, texts, "esp", max_length=8).run(), tmp_path)

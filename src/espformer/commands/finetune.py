@@ -35,7 +35,7 @@ def finetune(
     ] = 1e-3,
     precision: Annotated[str, typer.Option(help="32-true, bf16-mixed, ...")] = "32-true",
     max_length: Annotated[
-        int | None, typer.Option(help="Tokens kept of a text; tweeteval 128, imdb 256.")
+        int | None, typer.Option(min=1, help="Tokens kept of a text; tweeteval 128, imdb 256.")
     ] = None,
     data_dir: Annotated[str | None, typer.Option("--data-dir", help="Where the data are.")] = None,
     examples: Annotated[

@@ -78,12 +78,22 @@ def load_encoder(path: str) -> nn.Module:
 
 def load_tokenizer(path: str) -> Any:
     """The tokenizer that lies beside the encoder."""
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        embedded = getattr(AutoConfig.from_pretrained(path), "vocab_size", 0)
     except (OSError, ValueError) as error:
         raise RunError(f"{path}: no tokenizer could be loaded: {_short(error)}") from None
+    # Where its files are missing transformers makes one of special tokens alone, and every word is
+    # unknown. Embeddings may have some rows more than there are tokens, to be a round number.
+    if 2 * len(tokenizer) < embedded:
+        raise RunError(
+            f"{path}: its tokenizer knows {len(tokenizer)} tokens and the model {embedded:,}: the "
+            "tokenizer's files are not there, or are another model's. Put them there with "
+            f"AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained({path!r})"
+        )
+    return tokenizer
 
 
 def _short(error: Exception) -> str:
