@@ -7,6 +7,7 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("lightning")
@@ -139,6 +140,22 @@ def test_dry_run_shows_runs_and_time(tmp_path):
 )
 def test_mistakes_in_plain_words(mistake, arguments, expected):
     assert expected in " ".join(mistake(*arguments).split())
+
+
+@pytest.mark.parametrize("content", ["", "recipe: digits\ntask: classification\n"])
+def test_what_is_no_checkpoint_is_refused(mistake, tmp_path, content):
+    path = tmp_path / "config.yaml"
+    path.write_text(content, encoding="latin-1")
+    assert f"error: {path}: " in mistake("evaluate", path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("asked", ["digits trainer.accelerator=gpu", "runtime accelerator=gpu"])
+def test_a_gpu_that_is_not_there(mistake, tmp_path, asked):
+    text = mistake("train", *asked.split(), "--output", tmp_path)
+    assert "error: " in text
+    assert "unexpected" not in text
+    assert "accelerator=gpu" in text
 
 
 def test_unexpected_errors_are_short_and_debug_shows_them(mistake, monkeypatch):

@@ -180,7 +180,7 @@ def evaluate(
 @app.command()
 def anneal(
     run: RunPath,
-    epochs: Annotated[int, typer.Option(help="Epochs of fine-tuning.")] = 40,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of fine-tuning.")] = 40,
     factor: Annotated[float, typer.Option(help="t ← factor·t before each epoch.")] = 0.8,
     learning_rate: Annotated[
         float | None, typer.Option(help="Of the fine-tuning; as in training if not given.")

@@ -54,6 +54,7 @@ def test_missing_data_is_explained(name, folder, file):
     assert f"The data set {name} was not found" in message
     assert "the environment variable ESPFORMER_DATA is not set" in message
     assert "Get it: " in message
+    assert "data.directory=DIR for train" in message
     assert f"DIR/\n  {folder}/\n" in message
     assert f"    {file} " in message
     assert isinstance(caught.value, FileNotFoundError)

@@ -22,6 +22,7 @@ from espformer.finetuning.model import (
 from espformer.finetuning.texts import load_texts
 from espformer.nn import get_sort_temperatures
 from espformer.training.errors import ConfigError, RunError
+from espformer.training.life import open_checkpoint
 from espformer.training.records import run_directory
 
 SMALL = ["--epochs", "2", "--batch-size", "16", "--no-progress"]
@@ -183,6 +184,8 @@ def test_one_run_by_the_command_line(encoder, texts, tmp_path):
     directory = tmp_path / "finetune-tiny-bert-tweeteval" / "lr-0.0005" / "sinkhorn" / "seed-3"
     results = json.loads((directory / "results.json").read_text("utf-8"))
     assert results["config"]["optimizer"]["learning_rate"] == 5e-4
+    with pytest.raises(RunError, match=r"load_classifier opens it, and espformer export"):
+        open_checkpoint(directory)
     before = (directory / "results.json").stat().st_mtime_ns
     again = command(encoder, texts, tmp_path, "-a", "sinkhorn", "-r", "5e-4", "--seeds", "3")
     assert again.strip().splitlines()[-2] in text

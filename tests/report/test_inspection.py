@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -109,6 +110,15 @@ def test_pairs_of_differential_heads_are_shown_once():
 @pytest.mark.parametrize(("tokens", "side"), [(16, 4), (17, 4), (196, 14), (15, None)])
 def test_patches_along_an_edge(tokens, side):
     assert _side(tokens) == side
+
+
+def test_an_annealing_that_trained_nothing_is_left_out(runs, tmp_path):
+    copied = tmp_path / "run"
+    annealed = next(run for run in runs.values() if run.annealed)
+    shutil.copytree(annealed.directory, copied)
+    assert open_run(copied).annealed is not None
+    (copied / "anneal" / "last.ckpt").unlink()
+    assert open_run(copied).annealed is None
 
 
 def test_mistakes_are_told(runs, tmp_path):

@@ -208,6 +208,16 @@ def test_a_page_of_one_run_without_a_sort(runs):
     assert "One model on digits" in made
     with pytest.raises(RunError, match="1 to 8 runs"):
         page_module.make_page([runs["transformer"]] * 9, command="x")
+    with pytest.raises(RunError, match="no test example 9999: they are 0 to 358"):
+        page_module.make_page([runs["transformer"]], command="x", examples=[9999])
+
+
+def test_a_page_that_cannot_be_written(runs, tmp_path):
+    with pytest.raises(RunError, match=r"is a directory; name the page, such as .*report\.html"):
+        page_module.write_page([runs["transformer"]], tmp_path, command="x")
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="the page could not be written"):
+        page_module.write_page([runs["transformer"]], tmp_path / "file" / "page", command="x")
 
 
 def test_the_command_writes_a_page(runs, tmp_path):

@@ -44,6 +44,30 @@ def test_harden(trained):
     assert json.loads((directory / "hard.json").read_text())["hard"] == hardened["hard"]
 
 
+def test_what_sorts_exactly_has_no_temperature_and_is_not_hardened_again(trained):
+    directory, _ = trained
+    life.harden(directory)
+    kept = (directory / "hard.json").read_text()
+    for path, which in ((directory, "hard"), (directory / "hard.ckpt", "last")):
+        with pytest.raises(RunError, match=r"sorts exactly already; .*--checkpoint last"):
+            life.harden(path, which=which)
+        with pytest.raises(RunError, match="a temperature would change nothing"):
+            life.evaluate(path, which=which, sort_temperature=0.1)
+    assert (directory / "hard.json").read_text() == kept
+    with pytest.raises(RunError, match="give --hard or --sort-temperature"):
+        life.evaluate(directory, hard=True, sort_temperature=0.1)
+
+
+def test_what_was_hardened_on_the_way_goes_when_training_goes_on(trained, recipe):
+    directory, _ = trained
+    life.harden(directory)
+    (directory / "results.json").unlink()
+    execute(recipe.run("espformer"), directory, progress=False)
+    assert not (directory / "hard.json").exists()
+    with pytest.raises(RunError, match="has no checkpoint 'hard'"):
+        life.evaluate(directory, which="hard")
+
+
 def test_anneal(trained):
     directory, results = trained
     annealed = life.anneal(directory, epochs=3, factor=0.1, learning_rate=1e-3, progress=False)
@@ -57,6 +81,12 @@ def test_anneal(trained):
     assert again == annealed, "finished, so kept"
     with pytest.raises(RunError, match="factor must be in"):
         life.anneal(directory, factor=2.0)
+    with pytest.raises(RunError, match=r"learning_rate must be > 0, got -1\.0"):
+        life.anneal(directory, learning_rate=-1.0)
+    with pytest.raises(RunError, match="epochs must be at least 1"):
+        life.anneal(directory, epochs=0)
+    with pytest.raises(RunError, match=r"trainer\.epochs is 3 there.*Move the directory away"):
+        life.anneal(directory, epochs=4, factor=0.1, learning_rate=1e-3, progress=False)
 
 
 def test_nothing_to_sharpen_in_softmax(recipe, tmp_path):

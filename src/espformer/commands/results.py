@@ -46,6 +46,8 @@ def results(
 
         for path in draw_beside(directory):
             print(path)
+    if to.is_dir():
+        raise RunError(f"{to}: is a directory; name the page, such as {to / 'RESULTS.md'}")
     text = results_page(directory, to)
     if not check:
         write_atomically(to, text)

@@ -266,7 +266,8 @@ def _advice(source: Source, tried: list[str]) -> str:
             f"The data set {source.name} was not found:",
             *(f"  - {place}" for place in tried),
             f"Get it: {source.where}",
-            f"Lay it out like this, and pass data_dir=DIR or set {ENVIRONMENT}=DIR:",
+            f"Lay it out like this, and pass data_dir=DIR or set {ENVIRONMENT}=DIR (commands: "
+            "data.directory=DIR for train and reproduce, --data-dir DIR for others):",
             source.tree(),
         ]
     )

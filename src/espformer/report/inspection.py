@@ -179,7 +179,8 @@ def open_run(path: Path, data_directory: str | None = None) -> Trained:
     if results is None:
         raise RunError(f"{directory}: this run is not finished; the same command goes on with it")
     further = directory / "anneal"
-    annealed = open_run(further, data_directory) if read_results(further) else None
+    trained = read_results(further) and (further / "last.ckpt").exists()
+    annealed = open_run(further, data_directory) if trained else None
     return Trained(directory, run, results, read_curves(directory), learner, task, annealed)
 
 

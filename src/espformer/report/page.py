@@ -78,7 +78,13 @@ def write_page(
         title: of the page; made of the data set unless given.
         examples: places in the test data of the inputs to show.
     """
-    write_atomically(path, make_page(runs, command=command, title=title, examples=examples))
+    if path.is_dir():
+        raise RunError(f"{path}: is a directory; name the page, such as {path / 'report.html'}")
+    page = make_page(runs, command=command, title=title, examples=examples)
+    try:
+        write_atomically(path, page)
+    except OSError as error:
+        raise RunError(f"{path}: the page could not be written ({error.strerror})") from None
     return path
 
 
@@ -93,11 +99,13 @@ def make_page(
     if not 1 <= len(runs) <= MOST_RUNS:
         raise RunError(f"a page shows 1 to {MOST_RUNS} runs, got {len(runs)}")
     size = len(runs[0].task.test)  # type: ignore[arg-type]
-    examples = [index for index in examples if index < size]
+    shown = [index for index in examples if index < size]
+    if not shown:
+        raise RunError(f"no test example {', '.join(map(str, examples))}: they are 0 to {size - 1}")
     summaries = [summarise(run) for run in runs]
     curves, charts = sections.curves(runs)
-    attention = attention_content(runs, examples)
-    softness, scored = softness_content(runs, examples[0])
+    attention = attention_content(runs, shown)
+    softness, scored = softness_content(runs, shown[0])
     sorts = bool(softness)
     data = {"attention": attention, "softness": softness, "charts": charts, "frame": svg.frame()}
     budgets = {(run.results["steps"], run.run.data.batch_size, str(run.run.model)) for run in runs}
@@ -118,7 +126,7 @@ def make_page(
         if any(run.run.mechanism.name == "differential" for run in runs)
         else "",
         "softness": _SOFTNESS.format(count=scored, dashed=dashed) if sorts else "",
-        "slices": _SLICES.format(slices=sections.slices(runs, examples[0])) if sorts else "",
+        "slices": _SLICES.format(slices=sections.slices(runs, shown[0])) if sorts else "",
         "plans": sections.plans(),
         "conditions": sections.conditions(runs, command),
         "data": _json(data),

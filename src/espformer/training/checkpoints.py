@@ -6,7 +6,6 @@ import pickle
 import shutil
 import tempfile
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +67,11 @@ def read_checkpoint(path: Path, *, device: str = "cpu") -> dict[str, Any]:
             f"{path}: refused. It is no checkpoint of espformer: it holds objects that only "
             "running code could restore, or is no checkpoint at all. Nothing was changed"
         ) from None
-    except (RuntimeError, EOFError, zipfile.BadZipFile, ValueError, OSError) as error:
+    except Exception as error:  # bytes that are no checkpoint lead the reader anywhere
         raise RunError(
-            f"{path}: cannot be read, it is cut off or damaged ({_first_line(error)}). Nothing was "
-            "changed; restore the file, or move it away to begin this run again"
+            f"{path}: cannot be read, it is cut off, damaged or no checkpoint "
+            f"({_first_line(error)}). Nothing was changed; restore the file, or move it away to "
+            "begin this run again"
         ) from None
     if not isinstance(checkpoint, dict) or MARK not in checkpoint:
         raise RunError(

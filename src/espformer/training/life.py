@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from torch import nn
 
+from espformer.nn import ESP, set_sort_temperature
 from espformer.nn import harden as harden_model
-from espformer.nn import set_sort_temperature
 from espformer.training.assemble import TaskData, load_task, load_weights, make_learner
 from espformer.training.checkpoints import check_directory, read_checkpoint, write_atomically
 from espformer.training.config import Annealing, Schedule, Start, TrainingRun
@@ -26,6 +27,7 @@ from espformer.training.specs import mechanism_uses_esp
 __all__ = ["anneal", "evaluate", "harden", "open_checkpoint"]
 
 CHECKPOINTS = ("last", "best", "hard")
+_SOFT = "take a soft checkpoint, such as --checkpoint last"
 
 
 def open_checkpoint(path: Path, which: str = "last") -> tuple[TrainingRun, Path]:
@@ -38,7 +40,14 @@ def open_checkpoint(path: Path, which: str = "last") -> tuple[TrainingRun, Path]
             raise RunError(f"{path}: has no checkpoint '{which}', {hint}")
     else:
         file = path
-    run = run_from_plain(read_checkpoint(file)[MARK]["run"], str(file))
+    said = read_checkpoint(file)[MARK]["run"]
+    if said.get("task") == "finetuning":
+        raise RunError(
+            f"{file}: a fine-tuned model of transformers; its scores are in results.json beside "
+            "it, espformer.finetuning.load_classifier opens it, and espformer export writes it as "
+            "a graph"
+        )
+    run = run_from_plain(said, str(file))
     if not isinstance(run, TrainingRun):
         raise RunError(f"{file}: a timing has no model to work with")
     return run, file
@@ -57,8 +66,12 @@ def evaluate(
     run, file = open_checkpoint(path, which)
     if (hard or sort_temperature is not None) and not mechanism_uses_esp(run.mechanism):
         raise RunError(f"{file}: {run.mechanism} has no sort to change")
+    if hard and sort_temperature is not None:
+        raise RunError("an exact sort has no temperature: give --hard or --sort-temperature")
     learner, data, trainer = _ready(run, file, data_directory, progress)
     if sort_temperature is not None:
+        if _is_hard(learner.model):
+            raise RunError(f"{file}: sorts exactly, a temperature would change nothing; {_SOFT}")
         try:
             set_sort_temperature(learner.model, sort_temperature)
         except ValueError as error:
@@ -86,13 +99,15 @@ def anneal(
     run, file = open_checkpoint(path, which)
     if not mechanism_uses_esp(run.mechanism):
         raise RunError(f"{file}: {run.mechanism} has no sort temperature to anneal")
-    optimizer = run.optimizer
-    if learning_rate is not None:
-        optimizer = dataclasses.replace(optimizer, learning_rate=learning_rate)
+    if epochs < 1:
+        raise RunError(f"epochs must be at least 1, got {epochs}: t falls before each of them")
     data = run.data
     if data_directory is not None:
         data = dataclasses.replace(data, directory=data_directory)
     try:
+        optimizer = run.optimizer
+        if learning_rate is not None:
+            optimizer = dataclasses.replace(optimizer, learning_rate=learning_rate)
         annealed = dataclasses.replace(
             run,
             data=data,
@@ -126,6 +141,8 @@ def harden(
         raise RunError(f"{file}: {run.mechanism} has no sort to harden")
     check_directory(file.parent, file.stat().st_size)
     learner, data, trainer = _ready(run, file, data_directory, progress)
+    if _is_hard(learner.model):
+        raise RunError(f"{file}: sorts exactly already; {_SOFT}")
     soft = score_percent(trainer.test(learner, datamodule=data, verbose=False), learner)
     harden_model(learner.model)
     hard = score_percent(trainer.test(learner, datamodule=data, verbose=False), learner)
@@ -141,6 +158,10 @@ def harden(
     }
     write_atomically(file.parent / "hard.json", json.dumps(results, indent=1) + "\n")
     return results
+
+
+def _is_hard(model: nn.Module) -> bool:
+    return any(isinstance(module, ESP) and module.hard for module in model.modules())
 
 
 def _ready(

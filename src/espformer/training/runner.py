@@ -16,6 +16,7 @@ import yaml
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from espformer.nn import harden, soften
 from espformer.training import graphs
@@ -102,6 +103,9 @@ def _train(
     last = directory / "last.ckpt"
     # Read before anything is built: a checkpoint that cannot be used stops the run here.
     position = _position(last, run) if last.exists() else None
+    if is_first_process():  # hardened out of an interrupted run, which now changes
+        for name in ("hard.ckpt", "hard.json"):
+            (directory / name).unlink(missing_ok=True)
     task = load_task(run)
     learner = make_learner(run, task)
     if position is None and run.start is not None:
@@ -194,31 +198,37 @@ def make_trainer(
         )
         if importlib.util.find_spec("tensorboard") or importlib.util.find_spec("tensorboardX"):
             loggers.append(TensorBoardLogger(directory, name="logs", version=attempt))
-    return Trainer(
-        accelerator=config.accelerator,
-        devices=config.devices,
-        strategy=_strategy(config),
-        precision=config.precision,
-        max_epochs=config.epochs,
-        deterministic=config.deterministic,
-        accumulate_grad_batches=config.accumulate,
-        gradient_clip_val=run.optimizer.clip_norm,
-        check_val_every_n_epoch=config.validate_every,
-        limit_train_batches=config.limit_batches,
-        limit_val_batches=config.limit_eval_batches,
-        limit_test_batches=config.limit_eval_batches,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        sync_batchnorm=config.devices > 1 and torch.cuda.is_available(),
-        enable_progress_bar=progress,
-        enable_model_summary=False,
-        enable_checkpointing=bool(loggers),
-        logger=loggers,
-        log_every_n_steps=LOG_EVERY,
-        callbacks=callbacks,
-        plugins=[AtomicCheckpointIO()],
-        default_root_dir=directory,
-    )
+    try:
+        return Trainer(
+            accelerator=config.accelerator,
+            devices=config.devices,
+            strategy=_strategy(config),
+            precision=config.precision,
+            max_epochs=config.epochs,
+            deterministic=config.deterministic,
+            accumulate_grad_batches=config.accumulate,
+            gradient_clip_val=run.optimizer.clip_norm,
+            check_val_every_n_epoch=config.validate_every,
+            limit_train_batches=config.limit_batches,
+            limit_val_batches=config.limit_eval_batches,
+            limit_test_batches=config.limit_eval_batches,
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+            sync_batchnorm=config.devices > 1 and torch.cuda.is_available(),
+            enable_progress_bar=progress,
+            enable_model_summary=False,
+            enable_checkpointing=bool(loggers),
+            logger=loggers,
+            log_every_n_steps=LOG_EVERY,
+            callbacks=callbacks,
+            plugins=[AtomicCheckpointIO()],
+            default_root_dir=directory,
+        )
+    except MisconfigurationException as error:
+        raise RunError(
+            f"trainer.accelerator={config.accelerator} with trainer.devices={config.devices} is not "
+            f"possible on this machine: {error}"
+        ) from None
 
 
 def _strategy(config: TrainerConfig) -> Any:

@@ -10,6 +10,7 @@ import torch
 from espformer.nn import Attention
 from espformer.training.callbacks import attention_statistics
 from espformer.training.config import TimingRun
+from espformer.training.errors import RunError
 from espformer.training.records import device_name
 from espformer.training.specs import build_mechanism
 
@@ -23,6 +24,10 @@ def time_mechanism(run: TimingRun) -> dict[str, Any]:
     something else shows there.
     """
     torch.manual_seed(run.seed)
+    if run.accelerator == "gpu" and not torch.cuda.is_available():
+        raise RunError(
+            "accelerator=gpu: there is no GPU here; accelerator=auto takes what there is"
+        )
     on_gpu = run.accelerator == "gpu" or (run.accelerator == "auto" and torch.cuda.is_available())
     device = torch.device("cuda" if on_gpu else "cpu")
     dtype = torch.bfloat16 if run.precision == "bf16-true" else torch.float32
