@@ -37,6 +37,61 @@ def test_compiled_is_eager(case, monkeypatch):
     assert_agree(differentiate(*inputs, **options), expected, output=1e-12, gradients=1e-10)
 
 
+GROUPED = {
+    "soft": {},
+    "masked-squared": {"metric": "squared", "masked": True},
+    "learnt": {
+        "slices": torch.randn(2, 5, 4, dtype=torch.float64),
+        "sort_temperature": torch.tensor([0.1, 0.3], dtype=torch.float64),
+        "balance": "both",
+    },
+    "straight-through": {"straight_through": 0.5},
+    "hard": {"hard": True},
+    "hard-without-costs": {"hard": True, "inverse_temperature": 0.0},
+}
+
+
+@pytest.mark.parametrize("case", GROUPED.values(), ids=GROUPED)
+def test_many_groups_of_slices_are_one_operator(case, monkeypatch):
+    """A backward that computes groups again cannot be traced: it stays inside."""
+    monkeypatch.setattr("espformer.ops.esp.GROUP_ELEMENTS", 400)
+    options = {"inverse_temperature": 0.7, "backend": "linear", **case}
+    options["key_mask"] = some(2, 40) if options.pop("masked", False) else None
+    inputs = tokens(2, 2, n=40)
+    expected = differentiate(*inputs, **options)
+    compiled = torch.compile(esp_attention, backend="aot_eager", fullgraph=True)
+    monkeypatch.setattr("tests.compare.esp_attention", compiled)
+    assert_agree(differentiate(*inputs, **options), expected, output=1e-12, gradients=1e-10)
+
+
+def test_all_lengths_share_a_graph():
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(esp_attention, backend=count, fullgraph=True, dynamic=True)
+    for n in (20, 33, 40, 150):
+        inputs = tokens(2, n=n)
+        torch.testing.assert_close(compiled(*inputs), esp_attention(*inputs))
+    assert len(graphs) == 1
+
+
+def test_the_operator_keeps_the_rules_of_torch():
+    query, key, value = (x.requires_grad_() for x in tokens(2, n=7))
+    mask = some(2, 7)
+    arguments = (
+        query, key, value, None, torch.tensor([0.1, 0.3]).double(), mask, mask, None, True,
+        0.0, 0.5, 0.7, "absolute", "rows", False, "stable", "quantile",
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.espformer.linear, arguments)
+    upstream = torch.ones_like(value).detach()
+    arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+    needed = [True, False, True, False, True]
+    torch.library.opcheck(torch.ops.espformer.linear_backward, (upstream, needed, *arguments))
+
+
 def test_breaks_in_the_graph_do_no_harm(monkeypatch):
     inputs = tokens(2, 2, n=20)
     temperature = torch.tensor([0.1, 0.3], dtype=torch.float64)

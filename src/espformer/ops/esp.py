@@ -24,6 +24,7 @@ from espformer.ops.balancing import chebyshev_exponents
 from espformer.ops.coupling import Coupling, couple
 from espformer.ops.exponentials import exponential_sum
 from espformer.ops.exporting import is_exporting
+from espformer.ops.opaque import opaque
 from espformer.ops.problem import Problem
 from espformer.ops.sorted_kernel import SortedKernel
 
@@ -250,6 +251,23 @@ def apply_plans(
 
 def attend(problem: Problem, value: Tensor) -> Tensor:
     """``N · G V``: (batch, N, d), in time and memory linear in N."""
+    if torch.compiler.is_compiling() and not is_exporting() and not _worth_tracing(problem, value):
+        return _attend_opaquely(problem, value)
+    return _attend(problem, value)
+
+
+def _worth_tracing(problem: Problem, value: Tensor) -> bool:
+    """Whether a compiler shall look inside: slices are one group, and of a size that is fixed."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # heavy: sympy
+
+    batch, tokens, head_dim = problem.query.shape
+    width = max(head_dim + 2, value.shape[-1]) * max(tokens, problem.key.shape[-2])
+    slices = head_dim if problem.slices is None else problem.slices.shape[-2]
+    elements = batch * slices * width
+    return has_static_value(elements) and elements <= GROUP_ELEMENTS
+
+
+def _attend(problem: Problem, value: Tensor) -> Tensor:
     problem, value = problem.scaled(), value.to(problem.dtype)
     q_projections, k_projections = problem.projections()
     queries = rank_tokens(q_projections, problem.query_mask)
@@ -273,6 +291,9 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
         costs = torch.zeros_like(queries.values[..., 0])
     weights = problem.slice_weights(costs)
     return apply_plans(value, weights, queries, keys, inverse_width, coupling, problem)
+
+
+_attend_opaquely = opaque("linear", _attend)
 
 
 def plan(problem: Problem) -> Tensor:
