@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,8 +102,14 @@ def test_the_life_of_a_model(tmp_path):
     assert "hard: " in text
     assert "test: " in call("evaluate", run, "--checkpoint", "hard")
     pytest.importorskip("matplotlib")
-    assert "curves.png" in call("plot", run)
+    assert call("plot", run).split() == [str(run / "curves.png")]
     assert "scores.png" in call("plot", "digits", "--output", out)
+    for target in (run, "digits"):
+        paths = call("plot", target, "--output", out, "--to", tmp_path / "figure").split()
+        assert paths == [str(tmp_path / f"figure.{form}") for form in ("png", "svg", "pdf")]
+        for path, first in zip(paths, (b"\x89PNG", b"<?xml", b"%PDF"), strict=True):
+            assert Path(path).read_bytes().startswith(first)
+            Path(path).unlink()
 
 
 def test_recipes_are_listed_and_printed(tmp_path):

@@ -370,6 +370,11 @@ def test_patch_sizes_are_drawn_from_results(tmp_path):
     done = CliRunner().invoke(app, ["plot", "patch-size", str(path), "--to", str(target)])
     assert done.exit_code == 0, done.output
     assert target.stat().st_size > 5000
+    wrong = {"softness": path, "patch-size": ROOT / "results" / "digits.json"}
+    for figure, file in wrong.items():
+        error = CliRunner().invoke(app, ["plot", figure, str(file), "--to", str(target)]).exception
+        assert isinstance(error, UserError)
+        assert f"plot {figure} draws those of mnist-" in str(error)
 
 
 def test_results_without_a_recipe_have_their_section(tmp_path):

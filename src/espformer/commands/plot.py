@@ -56,14 +56,20 @@ def plot(
 
       espformer plot digits --to digits.pdf
     """
-    from espformer.training.errors import ConfigError
-
     sources = source or []
     if target in FIGURES and (sources or target == "plans"):
-        figure = _figure(target, sources, example, layer, data_dir)
-        for path in _save(figure, to or Path(target)):
-            print(path)
-        return
+        figure, place = _figure(target, sources, example, layer, data_dir), Path(target)
+    else:
+        _check_alone(target, sources)
+        figure, place = _run_or_experiment(target, output)
+    for path in _save(figure, to or place):
+        print(path)
+
+
+def _check_alone(target: str, sources: list[Path]) -> None:
+    """Refuse a figure without what it is drawn from, and a run or an experiment with it."""
+    from espformer.training.errors import ConfigError
+
     if target == "attention" or target in saved.FIGURES:
         wanted = "directories of runs" if target == "attention" else "a file of results"
         raise ConfigError(f"plot {target}: say what to draw it from, {wanted} (see --help)")
@@ -71,7 +77,6 @@ def plot(
         raise ConfigError(
             f"plot {target}: only {', '.join(FIGURES[1:])} are drawn from something else"
         )
-    print(_run_or_experiment(target, output, to))
 
 
 def _figure(
@@ -139,17 +144,18 @@ def _save(figure: Any, to: Path) -> list[Path]:
         raise RunError(f"{to}: the figure could not be written ({error.strerror})") from None
 
 
-def _run_or_experiment(target: str, output: Path, to: Path | None) -> Path:
+def _run_or_experiment(target: str, output: Path) -> tuple[Any, Path]:
+    """The figure, and where it goes unless told."""
     from espformer.training.errors import ConfigError, nearest
     from espformer.training.figures import plot_experiment, plot_run
     from espformer.training.recipe import load_recipe, recipe_names
     from espformer.training.report import collect
 
     if (Path(target) / "config.yaml").is_file():
-        return plot_run(Path(target), to or Path(target) / "curves.png")
+        return plot_run(Path(target)), Path(target) / "curves.png"
     if Path(target).suffix not in (".yaml", ".yml") and target not in recipe_names():
         hint = nearest(target, [*FIGURES, *recipe_names()])
         raise ConfigError(f"plot: '{target}' is no figure, no run and no experiment, {hint}")
     recipe = load_recipe(target)
-    results = collect(recipe, output)
-    return plot_experiment(recipe, results, to or output / recipe.name / "scores.png")
+    figure = plot_experiment(recipe, collect(recipe, output))
+    return figure, output / recipe.name / "scores.png"

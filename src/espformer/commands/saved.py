@@ -18,7 +18,7 @@ def patch_size(path: Path) -> Any:
     from espformer import plots
     from espformer.plots.scores import Score
 
-    title, runs = _read(path)
+    title, runs = _read(path, "patch-size")
     scores = [Score(run["mechanism"], run["setting"], run["scores"]["test"]) for run in runs]
     ours = [name for name in dict.fromkeys(s.series for s in scores) if name not in _PAPER]
     panels = {
@@ -37,7 +37,7 @@ def softness(path: Path) -> Any:
     from espformer.plots.softness import SoftScore
     from espformer.training.errors import UserError
 
-    title, runs = _read(path)
+    title, runs = _read(path, "softness")
     scores: list[SoftScore] = []
     others: dict[str, list[float]] = {}
     for run in runs:
@@ -78,15 +78,19 @@ def draw_beside(directory: Path) -> list[Path]:
     ]
 
 
-def _read(path: Path) -> tuple[str, list[Result]]:
-    """Title and runs of a file, in the order of the recipe."""
-    from espformer.training.recipe import load_recipe, recipe_names
+def _read(path: Path, figure: str) -> tuple[str, list[Result]]:
+    """Title and runs of a file, in the order of the recipe; other experiments are refused."""
+    from espformer.training.errors import UserError
+    from espformer.training.recipe import load_recipe
     from espformer.training.results import read_file
     from espformer.training.section import in_order
 
-    results = read_file(path)
-    if results.experiment not in recipe_names():
-        return results.title, results.runs
+    results, wanted = read_file(path), FIGURES[figure][0]
+    if results.experiment != wanted:
+        raise UserError(
+            f"{path}: has results of {results.experiment}, and plot {figure} draws those of "
+            f"{wanted}; espformer plot EXPERIMENT draws the runs of any experiment"
+        )
     return results.title, in_order(load_recipe(results.experiment), results.runs)
 
 

@@ -36,7 +36,7 @@ def _attempt(path: Path) -> int:
     return int(path.parent.name.rpartition("-")[2])
 
 
-def plot_run(directory: Path, target: Path) -> Path:
+def plot_run(directory: Path) -> Any:
     """Loss, score, attention statistics and temperature of a run, by epoch."""
     curves = read_curves(directory)
     panels = [
@@ -58,10 +58,10 @@ def plot_run(directory: Path, target: Path) -> Path:
                 axis.set_yscale("log")
             axis.set(title=title, xlabel="epoch")
             axis.legend()
-        return _save(figure, target)
+        return figure
 
 
-def plot_experiment(recipe: Recipe, results: list[dict[str, Any]], target: Path) -> Path:
+def plot_experiment(recipe: Recipe, results: list[dict[str, Any]]) -> Any:
     """Mean score of each mechanism over the settings, with the range of its runs."""
     if not results:
         raise RunError(f"no run of {recipe.name} is finished yet")
@@ -84,7 +84,7 @@ def plot_experiment(recipe: Recipe, results: list[dict[str, Any]], target: Path)
         if recipe.task == "runtime":
             axis.set_yscale("log")
         axis.legend()
-        return _save(figure, target)
+        return figure
 
 
 def _by_setting(
@@ -110,12 +110,3 @@ def _figure(width: float, height: float) -> Any:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
-
-
-def _save(figure: Any, target: Path) -> Path:
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(target, dpi=150)
-    except (OSError, ValueError) as error:
-        raise RunError(f"{target}: the figure could not be written ({error})") from None
-    return target

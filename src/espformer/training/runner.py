@@ -226,7 +226,7 @@ def make_trainer(
         )
     except MisconfigurationException as error:
         raise RunError(
-            f"trainer.accelerator={config.accelerator} with trainer.devices={config.devices} is not "
+            f"trainer.accelerator={config.accelerator}, trainer.devices={config.devices}: not "
             f"possible on this machine: {error}"
         ) from None
 
