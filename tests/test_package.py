@@ -93,6 +93,20 @@ def test_public_names_exist():
 
     missing = [name for name in espformer.__all__ if not hasattr(espformer, name)]
     assert not missing
+    assert dir(espformer) == sorted(espformer.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        getattr(espformer, "nothing")  # noqa: B009
+
+
+@pytest.mark.parametrize("name", ["integrations", "convert", "revert"])
+def test_integrations_are_imported_when_asked_for(name):
+    program = (
+        "import sys, espformer; assert 'espformer.integrations' not in sys.modules;"
+        f"asked = espformer.{name}; import espformer.integrations as module;"
+        f"assert asked is getattr(module, {name!r}, module)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_core_needs_torch_alone():

@@ -1,12 +1,14 @@
 """Doubly-stochastic attention through Expected Sliced Transport Plans, in linear time."""
 
-from typing import TYPE_CHECKING, Any
+import importlib
+from typing import TYPE_CHECKING
 
 from espformer import functional, nn
 from espformer.functional import esp_attention, esp_plan, sinkhorn_attention, sinkhorn_plan
 from espformer.nn import anneal, harden, set_sort_temperature, set_straight_through, soften
 
 if TYPE_CHECKING:
+    from espformer import integrations
     from espformer.integrations.convert import convert, revert
 
 __version__ = "0.1.0"
@@ -19,6 +21,7 @@ __all__ = [
     "esp_plan",
     "functional",
     "harden",
+    "integrations",
     "nn",
     "revert",
     "set_sort_temperature",
@@ -29,10 +32,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """``convert`` and ``revert``, imported when they are asked for."""
-    if name in ("convert", "revert"):
-        from espformer import integrations
-
-        return getattr(integrations, name)
+def __getattr__(name: str) -> object:
+    """``integrations``, its ``convert`` and ``revert``, imported when they are asked for."""
+    if name in ("convert", "integrations", "revert"):
+        module = importlib.import_module("espformer.integrations")
+        return module if name == "integrations" else getattr(module, name)
     raise AttributeError(f"module 'espformer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What there is to use, also what is not imported yet."""
+    return sorted(__all__)

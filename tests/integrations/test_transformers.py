@@ -1,6 +1,7 @@
 """Models of transformers: the registry, configurations, saving and loading, a real model."""
 
 import importlib.util
+import logging
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,25 @@ def test_loaded_into_a_model_with_a_head(tmp_path):
     classifier.save_pretrained(tmp_path)
     again = integration.load_pretrained(transformers.AutoModel, str(tmp_path)).eval()
     assert torch.equal(run("bert", again, MASK), run("bert", model, MASK))
+
+
+def test_loading_is_quiet_about_mechanisms_and_nothing_else(tmp_path, caplog):
+    model = espformer.convert(make("bert"), ESP(learn_temperature=True))
+    model.save_pretrained(tmp_path)
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addHandler(caplog.handler)
+    try:
+        integration.load_pretrained(transformers.AutoModel, str(tmp_path))
+        assert caplog.text == ""
+        kind = transformers.AutoModelForSequenceClassification
+        integration.load_pretrained(kind, str(tmp_path))
+        assert "classifier.weight" in caplog.text
+        assert "mechanism" not in caplog.text
+        caplog.clear()
+        transformers.AutoModel.from_pretrained(tmp_path)
+        assert "mechanism.log_sort_temperature" in caplog.text, "here it is lost"
+    finally:
+        logger.removeHandler(caplog.handler)
 
 
 class Uniform(Mechanism):

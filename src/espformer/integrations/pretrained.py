@@ -1,6 +1,8 @@
 """Loading of converted models that ``save_pretrained`` of transformers has saved."""
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -23,8 +25,7 @@ def load_pretrained(
 ) -> nn.Module:
     """Load a converted model that ``save_pretrained`` saved, with what its mechanisms learnt.
 
-    On the way transformers calls the keys of the mechanisms unexpected: it loads the original, and
-    this function the rest.
+    transformers loads the original, this function what the mechanisms add to it.
 
     Args:
         model_class: such as ``AutoModel``.
@@ -33,7 +34,8 @@ def load_pretrained(
             configuration cannot describe.
         options: for ``model_class.from_pretrained``.
     """
-    model = model_class.from_pretrained(folder, **options)
+    with _quiet_about_mechanisms():
+        model = model_class.from_pretrained(folder, **options)
     modules = (getattr(model.config, NAME, None) or {}).get("modules")
     if modules is None:
         raise ValueError(f"load_pretrained: {folder} does not hold a converted model")
@@ -75,6 +77,26 @@ def load_pretrained(
         held = cast(nn.Module, getattr(model.get_submodule(name), MECHANISM))
         held.load_state_dict(saved.get(owner, {}))
     return cast(nn.Module, model)
+
+
+@contextmanager
+def _quiet_about_mechanisms() -> Iterator[None]:
+    """Keys of mechanisms are left out of transformers' table of what it could not place."""
+
+    def without(record: logging.LogRecord) -> bool:
+        lines = record.getMessage().splitlines()
+        others = [line for line in lines if f".{MECHANISM}." not in line]
+        if len(others) < len(lines):
+            record.msg, record.args = "\n".join(others), None
+            return sum("|" in line for line in others) > 1  # more than the head of the table
+        return True
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(without)
+    try:
+        yield
+    finally:
+        logger.removeFilter(without)
 
 
 def _found(model: nn.Module, modules: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
 import contextlib
 import os
-import pickle
 import shutil
 import tempfile
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +62,15 @@ def read_checkpoint(path: Path, *, device: str = "cpu") -> dict[str, Any]:
         raise RunError(f"{path}: there is no such checkpoint (espformer train writes them)")
     try:
         checkpoint = torch.load(path, map_location=device, weights_only=True)
-    except pickle.UnpicklingError:
+    except (RuntimeError, EOFError, zipfile.BadZipFile, ValueError, OSError) as error:
+        raise RunError(
+            f"{path}: cannot be read, it is cut off or damaged ({_first_line(error)}). Nothing was "
+            "changed; restore the file, or move it away to begin this run again"
+        ) from None
+    except Exception:  # UnpicklingError, and whatever a file that was never one leads to
         raise RunError(
             f"{path}: refused. It is no checkpoint of espformer: it holds objects that only "
             "running code could restore, or is no checkpoint at all. Nothing was changed"
-        ) from None
-    except Exception as error:  # bytes that are no checkpoint lead the reader anywhere
-        raise RunError(
-            f"{path}: cannot be read, it is cut off, damaged or no checkpoint "
-            f"({_first_line(error)}). Nothing was changed; restore the file, or move it away to "
-            "begin this run again"
         ) from None
     if not isinstance(checkpoint, dict) or MARK not in checkpoint:
         raise RunError(
