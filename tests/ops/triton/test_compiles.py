@@ -22,13 +22,14 @@ from espformer.ops.triton.matching import compose_kernel
 from espformer.ops.triton.norms import centre_grad_kernel, centre_kernel
 from espformer.ops.triton.norms import norm_grad_kernel, norm_kernel
 from espformer.ops.triton.ranking import match_kernel, pack_kernel, rank_kernel
-from espformer.ops.triton.ranking import sort_config, unpack_kernel, unrank_kernel
+from espformer.ops.triton.ranking import meet_kernel, unpack_kernel, unrank_kernel
+from espformer.ops.triton.sorting import merge_kernel, run_kernel, sort_config
 from espformer.ops.triton.states import link_kernel, scan_kernel, sums_kernel
 import triton.language as tl
 
 INDICES = {"ORDER", "K_ORDER", "Q_ORDER", "INDEX", "FROM", "TO", "WORDS", "LENGTHS"}
 SIZES = {"N", "L", "HEADS", "CHUNKS", "START", "COUNT", "D", "BLOCKS", "STRIDE", "ROWS", "TOKENS"}
-SIZES |= {"KEYS", "QUERIES"}
+SIZES |= {"KEYS", "QUERIES", "SEGMENTS", "LENGTH"}
 WARPS = 4
 
 
@@ -66,8 +67,8 @@ def build_chunks(table, row, chunk, alone=False, width=64):
         more = dict(EVEN=through, THROUGH=through)
         build(sums_kernel, base | more | (dict(X_SCALE=None) if through else {}), **tokens)
     scan = dict(BLOCK_R=4 if complex_ else 2, AHEAD=2, EXACT=exact, THROUGH=not complex_)
-    if not alone:
-        build(scan_kernel, base | scan, **tokens | dict(warps=1))
+    for survey in () if alone else (False, True):
+        build(scan_kernel, base | scan | dict(SURVEY=survey), **tokens | dict(warps=1))
     if complex_ and not alone:
         build(link_kernel, dict(D=width, ROWS=rows, BLOCK_D=32), warps=1)
     for even in (False, True):
@@ -95,7 +96,7 @@ build(apply_kernel, base | none, registers=REGISTERS["absolute"]["rows"], **rows
 every = dict(ROWS=4, D_FINAL=None, TOTALS=None)
 build(apply_kernel, base | every, registers=REGISTERS["absolute"]["all"], **rows)
 build(apply_kernel, base | every | dict(C=16, EVEN=False), warps=1, **rows)
-scan = dict(BLOCK_R=1, AHEAD=8, EXACT=False, THROUGH=True)
+scan = dict(BLOCK_R=1, AHEAD=8, EXACT=False, THROUGH=True, ENDS=None, SURVEY=False)
 build(scan_kernel, base | scan, warps=1, STATES="*bf16", FROM="*bf16")
 for table in (ABSOLUTE, GAUSSIAN[3]):
     build_chunks(table, "*bf16", 64)
@@ -144,7 +145,11 @@ for tokens in (100, 2000):
     # Two names for one value before a loop, and it would carry one of them: the queries were lost.
     carried = match.asm["ttir"].split("scf.for")[1].split("->")[1].split("{")[0]
     assert carried.count("tensor<") == 2, carried
+sort = sort_config(1024)
+build(run_kernel, {k: v for k, v in sort.items() if k != "num_warps"}, sort["num_warps"])
+build(merge_kernel, dict(BLOCK=1024, DIMS=sort["DIMS"]), sort["num_warps"], OUT="*i32")
 build(unpack_kernel, half | dict(BLOCK=1024), scale="fp32")
+build(meet_kernel, dict(INFINITY=0x7F80, BLOCK=1024, DIMS=10), warps=1, OUT="*i32")
 build(unrank_kernel, dict(BLOCK_N=128, BLOCK_L=16), scale="fp32", DX="*bf16")
 """
 
@@ -159,4 +164,4 @@ def test_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert len(run.stdout.splitlines()) == 123
+    assert len(run.stdout.splitlines()) == 131

@@ -9,13 +9,14 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import espformer
+from espformer.ops.triton import ranking, sorting
 from espformer.ops.triton.gather import gather_distance, gather_dot, gather_sum
 from espformer.ops.triton.matching import match
 from espformer.ops.triton.ranking import match_halves, rank_halves
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter takes a second for a row of 1000 tokens, and has no rows of several warps.
-TOKENS = (1, 2, 5, 33, 197, 1000, 2500, 5000) if DEVICE == "cuda" else (1, 2, 33, 100)
+TOKENS = (1, 2, 5, 33, 197, 1000, 2500, 5000, 65536) if DEVICE == "cuda" else (1, 2, 33, 100)
 # bfloat16 is wrong in the interpreter.
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
 NUMBERS = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
@@ -46,6 +47,15 @@ def test_matches_of_several_blocks() -> None:
     assert torch.equal(match(order, None), inverse.int())
 
 
+@pytest.fixture(params=[False, True], ids=["at-once", "in-runs"])
+def _in_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are sorted by one program each, or in runs of 32 tokens that are merged."""
+    if request.param:
+        monkeypatch.setattr(ranking, "IN_REGISTERS", 1)
+        monkeypatch.setattr(sorting, "RUN", 32)
+
+
+@pytest.mark.usefixtures("_in_runs")
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -60,13 +70,21 @@ def test_ranks_are_those_of_a_stable_sort(tokens: int, dtype: torch.dtype, maske
         positions = torch.arange(tokens, device=DEVICE).minimum(last)
         sorted_values = sorted_values.gather(-1, positions.expand_as(sorted_values))
     assert torch.equal(values, sorted_values)
-    if tokens <= 4096:
-        matches, shares = match_halves(query, key, mask)
-        met = torch.empty_like(expected).scatter_(-1, expected, orders(key, mask))
-        assert torch.equal(matches.long(), met)
-        torch.testing.assert_close(shares, torch.full_like(shares, 1 / 3))
+    matches, shares = match_halves(query, key, mask)
+    met = torch.empty_like(expected).scatter_(-1, expected, orders(key, mask))
+    assert torch.equal(matches.long(), met)
+    torch.testing.assert_close(shares, torch.full_like(shares, 1 / 3))
 
 
+@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 16, 33, 70])
+def test_runs_are_merged(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """Runs that are full, one that is not, and one without a partner."""
+    monkeypatch.setattr(sorting, "RUN", 8)
+    words = torch.rand(3, tokens, device=DEVICE).argsort(-1).int() - tokens // 2
+    assert torch.equal(sorting.sort_rows(words.clone())[0], words.sort(-1).values)
+
+
+@pytest.mark.usefixtures("_in_runs")
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
 @pytest.mark.parametrize("side", [0, 1], ids=["query", "key"])

@@ -19,6 +19,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(launch, "CHUNK", {2: 4, 4: 4})
         monkeypatch.setattr(launch, "LEAST", 2)
         monkeypatch.setattr(launch, "AHEAD", (2, 2))
+        monkeypatch.setattr(launch, "LEAST_LOADS", 1)
 
 
 CASES = [
@@ -35,6 +36,9 @@ CASES = [
     # A last one that is shorter than others, after several and after one.
     pytest.param("absolute", 2, 1, 9, 32, 0.3, id="absolute-B2-L1-N9-D32"),
     pytest.param("squared", 1, 1, 5, 32, 0.3, id="squared-B1-L1-N5-D32"),
+    # Three segments: what leaves the first of them passes through the second.
+    pytest.param("absolute", 1, 2, 33, 2, 1.0, id="absolute-B1-L2-N33-D2"),
+    pytest.param("squared", 1, 1, 33, 2, 1.0, id="squared-B1-L1-N33-D2"),
 ]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from espformer.ops import esp
 from espformer.ops.problem import Problem
 from espformer.ops.triton.matching import apply_matching, match, matching_costs
-from espformer.ops.triton.ranking import IN_REGISTERS, MOST_TOKENS, match_halves, rank_halves
+from espformer.ops.triton.ranking import MOST_TOKENS, match_halves
 
 
 def attend(problem: Problem, value: Tensor) -> Tensor:
@@ -37,9 +37,5 @@ def _matches(problem: Problem) -> tuple[Tensor, Tensor]:
             orders = [esp.sort_tokens(x.contiguous(), mask).order.int() for x in sides]
             shares = problem.poison().unsqueeze(-1) + 1 / orders[0].shape[1]
             return match(*orders), shares.expand(orders[0].shape[:2])
-        if query.shape[-2] <= IN_REGISTERS:
-            found: tuple[Tensor, Tensor] = match_halves(query, key, mask)
-            return found
-        (first, order), (second, to) = (rank_halves(x, mask, problem.scale) for x in (query, key))
-        shares = (first[..., 0] + second[..., 0]) * 0 + 1 / order.shape[1]
-        return match(order, to), shares
+        found: tuple[Tensor, Tensor] = match_halves(query, key, mask)
+        return found

@@ -21,6 +21,9 @@ CHUNK = {2: 64, 4: 16}
 LEAST = 16  # the fewest that tensor cores take
 # Chunks whose states are loaded together when they are scanned: real ones, complex ones.
 AHEAD = 8, 4
+# Programs that scan at the same time, if sequences are long enough: each is to load so many times.
+SCANNING = 2048
+LEAST_LOADS = 8
 # For 16-bit rows: warps that sum a chunk (other programs have one for 16 ranks), and registers of a
 # thread. "rows" is a plan applied, "grad" has the slope and either rows or scales, "all" has all
 # three. More registers, and fewer programs fit on a multiprocessor.
@@ -41,6 +44,17 @@ def column_block(width: int, exact: bool) -> int:
     if exact:
         return min(32, max(16, power_of_2(width)))
     return 64 if width % 64 == 0 else 32
+
+
+def segment_length(chunks: int, ahead: int, walks: int) -> int:
+    """Chunks that a program scans: all, unless walks are few and long.
+
+    A program looks at the ends of all segments before its own, one at a time, and walks its own
+    twice, `ahead` chunks at a time: the square root balances the two.
+    """
+    segments = min(SCANNING // max(1, walks), math.isqrt(2 * chunks // ahead))
+    loads = max(LEAST_LOADS, ceil_div(ceil_div(chunks, ahead), max(1, segments)))
+    return loads * ahead
 
 
 class Ranks(NamedTuple):
@@ -276,12 +290,18 @@ class PlanKernels:
         """Every chunk's own sums to the states that enter it, in place."""
         rows, width = states.shape[-2:]
         block_d = min(64, max(16, power_of_2(width)))
-        grid = (self.batch * self.slices, 2, ceil_div(width, block_d))
-        scan_kernel[grid](
-            side.values, self.table, self.inverse_width, states, before, links,
-            N=self.ranks, L=self.slices, CHUNKS=self.chunks, D=width, COMPLEX=self.complex,
-            ROWS=rows, THROUGH=before is not None,
-            BLOCK_R=power_of_2(rows // (4 if self.complex else 2)),
-            BLOCK_D=block_d, C=self.chunk,
-            AHEAD=min(AHEAD[self.complex], power_of_2(self.chunks)), EXACT=self.exact, num_warps=1,
-        )  # fmt: skip
+        ahead = min(AHEAD[self.complex], power_of_2(self.chunks))
+        pairs, columns = self.batch * self.slices, ceil_div(width, block_d)
+        length = segment_length(self.chunks, ahead, 2 * pairs * columns)
+        segments = ceil_div(self.chunks, length)
+        ends = None
+        if segments > 1:
+            ends = states.new_empty(pairs, 2, segments, rows // 2, width, dtype=torch.float32)
+        for survey in (False,) if ends is None else (True, False):
+            scan_kernel[(pairs * segments, 2, columns)](
+                side.values, self.table, self.inverse_width, states, before, links, ends,
+                N=self.ranks, L=self.slices, CHUNKS=self.chunks, SEGMENTS=segments, LENGTH=length,
+                D=width, COMPLEX=self.complex, ROWS=rows, THROUGH=before is not None,
+                SURVEY=survey, BLOCK_R=power_of_2(rows // (4 if self.complex else 2)),
+                BLOCK_D=block_d, C=self.chunk, AHEAD=ahead, EXACT=self.exact, num_warps=1,
+            )  # fmt: skip

@@ -23,7 +23,8 @@ from espformer.ops.triton.column import width_gradient
 from espformer.ops.triton.launch import Gradients, PlanKernels
 from espformer.ops.triton.registration import operator
 
-SCRATCH_BYTES = 80 << 20
+# More leave the second-level cache, fewer take more launches.
+SCRATCH_BYTES = {"absolute": 80 << 20, "squared": 160 << 20}
 
 Group = tuple[slice, slice]
 
@@ -33,7 +34,7 @@ def _groups(x: Tensor, *plan: Any, backward: bool = False) -> Iterator[tuple[Gro
     values, metric = plan[0], plan[-1]
     batch, slices, _ = values.shape
     each = PlanKernels.scratch_bytes(x, values, metric, backward)
-    pairs = max(1, SCRATCH_BYTES // max(1, each))
+    pairs = max(1, SCRATCH_BYTES[metric] // max(1, each))
     heads, part = (pairs // slices, slices) if pairs >= slices else (1, pairs)
     for b in range(0, batch, max(1, heads)):
         for l in range(0, slices, max(1, part)):

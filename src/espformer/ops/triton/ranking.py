@@ -2,8 +2,8 @@
 
 A 16-bit float, read as a signed integer with the lower bits of negative ones flipped, keeps its
 order. Put above the index of its token it can be sorted as one int32, is stable for free, and both
-parts come back by shifting. Up to IN_REGISTERS tokens one program sorts a row by itself, in the
-registers of a few warps; longer rows go through ``torch.sort``.
+parts come back by shifting. Up to IN_REGISTERS tokens one program sorts a row by itself; longer
+rows are sorted in runs that are merged (`sorting.py`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch import Tensor
 from espformer.ops.autograd import refuse_double_backward
 from espformer.ops.triton.registration import operator
 from espformer.ops.triton.sizes import ceil_div, power_of_2
+from espformer.ops.triton.sorting import merge_config, merged, sort_config, sort_rows, sort_words
 
 MOST_TOKENS = 1 << 16
-IN_REGISTERS = 4096
+IN_REGISTERS = 1024  # by one warp: more have to hand words to each other
 # What padding sorts as: above every number, NaN included.
 PADDING = tl.constexpr(0x7FFF)
 
@@ -64,50 +65,6 @@ def pack_kernel(
         bits = (bits << 16) | n[:, None]
     to = OUT + (to * D + d[None, :]) * STRIDE + n[:, None]
     tl.store(to, bits.to(OUT.dtype.element_ty), mask=(n[:, None] < STRIDE) & (d[None, :] < D))
-
-
-@triton.jit
-def indicator(DIMS: tl.constexpr, BIT: tl.constexpr):
-    """0 and 1 along the axis of a bit of a hypercube."""
-    return tl.reshape(tl.arange(0, 2), [1] * (DIMS - 1 - BIT) + [2] + [1] * BIT)
-
-
-@triton.jit
-def exchange(cube, descending, DIMS: tl.constexpr, BIT: tl.constexpr):
-    """Orders neighbours along the axis of a bit."""
-    neighbour = cube ^ tl.xor_sum(cube, DIMS - 1 - BIT, True)  # compiles to the neighbour alone
-    larger = (indicator(DIMS, BIT) ^ descending) != 0
-    return tl.where(larger, tl.maximum(cube, neighbour), tl.minimum(cube, neighbour))
-
-
-@triton.jit
-def sort_words(
-    words, BLOCK: tl.constexpr, VECTOR: tl.constexpr, VECTORS: tl.constexpr, DIMS: tl.constexpr,
-    HELD: tl.constexpr,
-):  # fmt: skip
-    """A bitonic sort of ``BLOCK = 2 ** DIMS`` words.
-
-    Most comparisons are along the low bits of a rank, and where a thread holds both words they
-    cost one instruction each, a minimum or a maximum. So the words of a thread, VECTORS vectors of
-    VECTOR words, become neighbours first: only their names change. Above their HELD bits, runs that
-    have to descend are complemented meanwhile.
-    """
-    words = tl.permute(tl.reshape(words, [VECTORS, BLOCK // (VECTORS * VECTOR), VECTOR]), [1, 0, 2])
-    cube = tl.reshape(words, [2] * DIMS)
-    nowhere = tl.zeros_like(indicator(DIMS, 0))
-    complemented = nowhere
-    for stage in tl.static_range(1, DIMS + 1):
-        if stage < DIMS:
-            descending = indicator(DIMS, stage)
-        else:
-            descending = nowhere
-        if stage >= HELD:
-            cube ^= -(complemented ^ descending)
-            complemented = descending
-            descending = nowhere
-        for step in tl.static_range(stage):
-            cube = exchange(cube, descending, DIMS, stage - 1 - step)
-    return tl.reshape(cube, [BLOCK])
 
 
 @triton.jit
@@ -198,6 +155,26 @@ def match_kernel(
     tl.store(SHARE + row, tl.where(bad, float("nan"), share))
 
 
+@triton.jit(do_not_specialize=("ROWS", "BLOCKS"))
+def meet_kernel(
+    WORDS, OUT, SHARE, N, LENGTH, ROWS, BLOCKS, INFINITY: tl.constexpr, BLOCK: tl.constexpr,
+    DIMS: tl.constexpr,
+):  # fmt: skip
+    """`match_kernel` for rows of one or two sorted runs: those of all queries, then of all keys.
+
+    SHARE turns to NaN where it has to. Neighbouring programs write to the same row, so that the
+    second-level cache gathers what they scatter before it goes to memory.
+    """
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    start = tl.program_id(0) % BLOCKS * BLOCK
+    n = start + tl.arange(0, BLOCK)
+    queries = merged(WORDS + row * N, start, N, LENGTH, BLOCK, DIMS)
+    keys = merged(WORDS + (ROWS + row) * N, start, N, LENGTH, BLOCK, DIMS)
+    tl.store(OUT + row * N + (queries & 0xFFFF), keys & 0xFFFF, mask=n < N)
+    if any_infinite(queries, INFINITY) | any_infinite(keys, INFINITY):
+        tl.store(SHARE + row, float("nan"))
+
+
 @triton.jit
 def unrank_kernel(UPSTREAM, ORDER, DX, N, L, scale, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
     """(batch, L, N) gradients by rank to (batch, N, L) gradients by token."""
@@ -231,19 +208,6 @@ def _(upstream: Tensor, order: Tensor, scale: float, dtype: torch.dtype) -> Tens
 
 def _infinity(dtype: torch.dtype) -> int:
     return 0x7F80 if dtype == torch.bfloat16 else 0x7C00
-
-
-@functools.lru_cache(1024)
-def sort_config(tokens: int) -> dict[str, Any]:
-    """How a program sorts a row: at most 32 words in every thread, loaded in vectors of 8."""
-    block = max(2, power_of_2(tokens))
-    warps = max(1, block // 1024)
-    held = max(1, block // (32 * warps))
-    vector = min(8, held)
-    return {
-        "BLOCK": block, "VECTOR": vector, "VECTORS": held // vector,
-        "DIMS": block.bit_length() - 1, "HELD": held.bit_length() - 1, "num_warps": warps,
-    }  # fmt: skip
 
 
 @functools.lru_cache(1024)
@@ -287,7 +251,7 @@ def rank_halves(x: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, T
             bits, lengths, values, order, tokens, slices, scale, **kind, **config
         )
         return values, order
-    words = _pack(x, None, mask, tokens, torch.int32).sort(-1).values
+    words, _ = sort_rows(_pack(x, None, mask, tokens, torch.int32))
     unpack_kernel[(batch * slices, ceil_div(tokens, 1024))](
         words, lengths, values, order, tokens, slices, scale, **kind, BLOCK=1024
     )
@@ -326,17 +290,27 @@ def match_halves(query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tenso
 
     Returns the matches, (batch, L, N) in int32, and a slice's share of a plain mean, (batch, L):
     one over their number, but NaN where the column of the queries or the keys holds NaN or an
-    infinity. Padded tokens, the same for both, meet each other. At most IN_REGISTERS tokens.
+    infinity. Padded tokens, the same for both, meet each other.
     """
     batch, tokens, slices = query.shape
-    config = sort_config(tokens)
-    bits = _pack(query, key, mask, config["BLOCK"], torch.int16)
+    rows = batch * slices
     matches = torch.empty(batch, slices, tokens, device=query.device, dtype=torch.int32)
     shares = torch.empty(batch, slices, device=query.device, dtype=torch.float32)
-    match_kernel[(batch * slices,)](
-        bits, matches, shares, tokens, batch * slices, 1 / slices,
-        INFINITY=_infinity(query.dtype), **config,
-    )  # fmt: skip
+    infinity = _infinity(query.dtype)
+    if tokens <= IN_REGISTERS:
+        config = sort_config(tokens)
+        bits = _pack(query, key, mask, config["BLOCK"], torch.int16)
+        match_kernel[(rows,)](
+            bits, matches, shares, tokens, rows, 1 / slices, INFINITY=infinity, **config
+        )
+        return matches, shares
+    words, length = sort_rows(_pack(query, key, mask, tokens, torch.int32), runs=2)
+    shares.fill_(1 / slices)
+    config = merge_config()
+    blocks = ceil_div(tokens, config["BLOCK"])
+    meet_kernel[(rows * blocks,)](
+        words, matches, shares, tokens, length, rows, blocks, INFINITY=infinity, **config
+    )
     return matches, shares
 
 

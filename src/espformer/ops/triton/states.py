@@ -137,20 +137,40 @@ def link_kernel(
         store_states(NEXT_STATES, chunk, own, d, D, ROWS)
 
 
-@triton.jit(do_not_specialize=("L", "CHUNKS"))
+@triton.jit
+def fade(x, k, ROWS: tl.constexpr):
+    """What is left of a real state (k = 0) or of its ties (k = 1) after a distance x."""
+    left = exp2(x * -LOG2E)
+    if ROWS > 2:  # a tie goes on as long as the number stays the same
+        left = tl.where(k == 0, left, tl.where(x == 0, 1.0, 0.0))[:, None]
+    return left
+
+
+@triton.jit
+def entrance(S, i, rightwards, N, CHUNKS, C: tl.constexpr):
+    """The number at the near end of the i-th chunk of a walk."""
+    return number(S, tl.where(rightwards, i * C, (CHUNKS - i) * C - 1), N)
+
+
+@triton.jit(do_not_specialize=("L", "CHUNKS", "SEGMENTS", "LENGTH"))
 def scan_kernel(
-    S, TABLE: tl.constexpr, INVERSE_WIDTH, STATES, FROM, LINKS, N, L, CHUNKS, D: tl.constexpr,
-    COMPLEX: tl.constexpr, ROWS: tl.constexpr, THROUGH: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
-    EXACT: tl.constexpr,
+    S, TABLE: tl.constexpr, INVERSE_WIDTH, STATES, FROM, LINKS, ENDS, N, L, CHUNKS, SEGMENTS,
+    LENGTH, D: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr, THROUGH: tl.constexpr,
+    SURVEY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
+    AHEAD: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Replaces the chunks' own sums by the states that enter them, in place.
 
     A tile is (states of one side, columns): poles, or the state and its ties. AHEAD chunks are
     loaded before the first of them is overwritten, so that loads overlap. THROUGH: what
     `link_kernel` does for complex poles is done here for a real one, which has two states.
+
+    Where sequences are long and few, ENDS has room for what leaves each segment of LENGTH chunks.
+    A launch with SURVEY walks every segment from nothing and writes that; how much of it is left
+    where another segment begins follows from the numbers, so all segments are walked at once.
     """
-    pair = tl.program_id(0).to(tl.int64)
+    pair = (tl.program_id(0) // SEGMENTS).to(tl.int64)
+    segment = tl.program_id(0) % SEGMENTS
     rightwards = tl.program_id(1) == 0
     S += pair * N
     STATES += pair * CHUNKS * ROWS * D
@@ -163,12 +183,32 @@ def scan_kernel(
     if COMPLEX:
         row = 2 * k + tl.where(rightwards, 0, ROWS // 2)
         inside = (k[:, None] < ROWS // 4) & (d[None, :] < D)
+        end_at = (2 * k)[:, None] * D + d[None, :]
     else:
         row = 2 * k + tl.where(rightwards, 0, 1)
         inside = (k[:, None] < ROWS // 2) & (d[None, :] < D)
+        end_at = k[:, None] * D + d[None, :]
     state = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     state_im = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    for i in range(0, CHUNKS, AHEAD):
+    begin = segment * LENGTH
+    end = tl.minimum(begin + LENGTH, CHUNKS)
+    if ENDS is not None:
+        ENDS += (pair * 2 + tl.program_id(1)) * SEGMENTS * (ROWS // 2) * D
+        if not SURVEY:
+            start = entrance(S, begin, rightwards, N, CHUNKS, C)
+            for before in range(0, segment):
+                left_at = entrance(S, (before + 1) * LENGTH, rightwards, N, CHUNKS, C)
+                x = tl.abs(start - left_at) * inverse_width
+                leaving = ENDS + before * (ROWS // 2) * D + end_at
+                end_re = tl.load(leaving, mask=inside, other=0.0)
+                if COMPLEX:
+                    end_im = tl.load(leaving + D, mask=inside, other=0.0)
+                    turn_re, turn_im = turn(TABLE, x, row[:, None], ROWS, EXACT)
+                    state += turn_re * end_re - turn_im * end_im
+                    state_im += turn_re * end_im + turn_im * end_re
+                else:
+                    state += fade(x, k, ROWS) * end_re
+    for i in range(begin, end, AHEAD):
         # All loads come before the first store: none could move across it.
         owns = ()
         gaps = ()
@@ -199,9 +239,11 @@ def scan_kernel(
             at = (chunk * ROWS + row)[:, None] * D + d[None, :]
             mask = inside & (i + u < CHUNKS)
             across, step = gaps[2 * u], gaps[2 * u + 1]
-            tl.store(STATES + at, state, mask=mask)
+            if not SURVEY:
+                tl.store(STATES + at, state, mask=mask)
             if COMPLEX:
-                tl.store(STATES + at + D, state_im, mask=mask)
+                if not SURVEY:
+                    tl.store(STATES + at + D, state_im, mask=mask)
                 own, own_im = owns[2 * u], owns[2 * u + 1]
                 re, im = turn(TABLE, across, row[:, None], ROWS, EXACT)
                 s_re, s_im = turn(TABLE, step, row[:, None], ROWS, EXACT)
@@ -209,9 +251,9 @@ def scan_kernel(
                 state_im = re * state_im + im * state + s_re * own_im + s_im * own
                 state = moved
             else:
-                decay = exp2(across * -LOG2E)
-                own_decay = exp2(step * -LOG2E)
-                if ROWS > 2:  # a tie goes on as long as the number stays the same
-                    decay = tl.where(k == 0, decay, tl.where(across == 0, 1.0, 0.0))[:, None]
-                    own_decay = tl.where(k == 0, own_decay, tl.where(step == 0, 1.0, 0.0))[:, None]
-                state = decay * state + own_decay * owns[u]
+                state = fade(across, k, ROWS) * state + fade(step, k, ROWS) * owns[u]
+    if SURVEY:
+        ENDS += segment * (ROWS // 2) * D
+        tl.store(ENDS + end_at, state, mask=inside)
+        if COMPLEX:
+            tl.store(ENDS + end_at + D, state_im, mask=inside)
