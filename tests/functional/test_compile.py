@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from espformer import esp_attention
 from tests.compare import assert_agree, differentiate, some, tokens
@@ -64,18 +65,23 @@ def test_many_groups_of_slices_are_one_operator(case, monkeypatch):
     assert_agree(differentiate(*inputs, **options), expected, output=1e-12, gradients=1e-10)
 
 
-def test_all_lengths_share_a_graph():
-    graphs = []
-
-    def count(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
+def test_lengths_and_temperatures_share_a_graph():
+    count = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(esp_attention, backend=count, fullgraph=True, dynamic=True)
     for n in (20, 33, 40, 150):
-        inputs = tokens(2, n=n)
-        torch.testing.assert_close(compiled(*inputs), esp_attention(*inputs))
-    assert len(graphs) == 1
+        inputs, options = tokens(2, n=n), {"sort_temperature": 1 / n}
+        torch.testing.assert_close(compiled(*inputs, **options), esp_attention(*inputs, **options))
+    assert count.frame_count <= 2  # a number is fixed until it changes
+
+
+def test_a_falling_temperature_is_compiled_once_more():
+    count = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(esp_attention, backend=count, fullgraph=True)
+    inputs = tokens(1, n=5)
+    for t in (0.1, 0.08, 0.064, 0.0512):
+        options = {"sort_temperature": t, "backend": "linear"}
+        torch.testing.assert_close(compiled(*inputs, **options), esp_attention(*inputs, **options))
+    assert count.frame_count == 2
 
 
 def test_the_operator_keeps_the_rules_of_torch():
@@ -83,7 +89,7 @@ def test_the_operator_keeps_the_rules_of_torch():
     mask = some(2, 7)
     arguments = (
         query, key, value, None, torch.tensor([0.1, 0.3]).double(), mask, mask, None, True,
-        0.0, 0.5, 0.7, "absolute", "rows", False, "stable", "quantile",
+        0.5, 0.7, "absolute", "rows", False, "stable", "quantile",
     )  # fmt: skip
     torch.library.opcheck(torch.ops.espformer.linear, arguments)
     upstream = torch.ones_like(value).detach()

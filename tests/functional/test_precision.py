@@ -123,3 +123,20 @@ def test_output_dtype_is_that_of_the_values(dtype):
     inputs = [x.to(dtype) for x in tokens(2, 3, n=5)]
     for backend in ("auto", "linear", "dense"):
         assert esp_attention(*inputs, backend=backend).dtype == dtype
+
+
+@pytest.mark.parametrize("backend", ["linear", "dense"])
+@pytest.mark.parametrize("balance", BALANCES)
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("t", [1e-17, 1e-19, 1e-30, 1e-39, 1e-46, 1e-300])
+def test_the_sharpest_temperatures_are_hard(metric, balance, backend, t):
+    """One over the width, and its derivative, would overflow float32."""
+    inputs = [x.float() for x in tokens(1, 2, n=40)]
+    options = {"metric": metric, "balance": balance, "backend": backend}
+    hard = esp_attention(*inputs, hard=True, backend=backend)
+    torch.testing.assert_close(esp_attention(*inputs, sort_temperature=t, **options), hard)
+    learnt = torch.tensor(max(t, 1e-45))
+    found = differentiate(*inputs, sort_temperature=learnt, **options)
+    torch.testing.assert_close(found.pop("output"), hard)
+    for name, gradient in found.items():
+        assert gradient.isfinite().all(), name

@@ -20,11 +20,11 @@ from espformer.ops.problem import Problem
 
 Attend = Callable[[Problem, Tensor], Tensor]
 
-OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? slices, Tensor? temperatures"
+OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? slices, Tensor t"
 MASKS = "Tensor? query_mask, Tensor? key_mask, Tensor? keep, bool one_mask"
 SETTINGS = (
-    "float sort_temperature, float scale, float inverse_temperature, str metric, str balance, "
-    "bool hard, str ties, str coupling"
+    "float scale, float inverse_temperature, str metric, str balance, bool hard, str ties, "
+    "str coupling"
 )
 SCHEMA = f"{OPERANDS}, {MASKS}, {SETTINGS}"
 DIFFERENTIABLE, TENSORS = 5, 8  # the first so many arguments
@@ -100,26 +100,23 @@ def _needed(operands: Any, needed: list[bool]) -> list[Tensor]:
 
 def _arguments(problem: Problem, value: Tensor) -> tuple[Any, ...]:
     """What `SCHEMA` lists."""
-    t = problem.sort_temperature
-    number, temperatures = (0.0, t) if isinstance(t, Tensor) else (t, None)
     return (
-        problem.query, problem.key, value, problem.slices, temperatures,
+        problem.query, problem.key, value, problem.slices, problem.temperatures(),
         problem.query_mask, problem.key_mask, problem.keep, problem.query_mask is problem.key_mask,
-        number, problem.scale, problem.inverse_temperature, problem.metric, problem.balance,
-        problem.hard, problem.ties, problem.coupling,
+        problem.scale, problem.inverse_temperature, problem.metric, problem.balance, problem.hard,
+        problem.ties, problem.coupling,
     )  # fmt: skip
 
 
 def _problem(
-    query: Tensor, key: Tensor, value: Tensor, slices: Tensor | None, temperatures: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, slices: Tensor | None, t: Tensor,
     query_mask: Tensor | None, key_mask: Tensor | None, keep: Tensor | None, one_mask: bool,
-    number: float, *settings: Any,
+    *settings: Any,
 ) -> tuple[Problem, Tensor]:  # fmt: skip
     """The problem and the values of `_arguments`."""
     scale, inverse_temperature, metric, balance, hard, ties, coupling = settings
     problem = Problem(
-        query, key, scale, number if temperatures is None else temperatures, inverse_temperature,
-        slices, metric, balance, hard, ties, coupling,
+        query, key, scale, t, inverse_temperature, slices, metric, balance, hard, ties, coupling,
         query_mask, query_mask if one_mask else key_mask, keep,
     )  # fmt: skip
     return problem, value

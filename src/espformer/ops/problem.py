@@ -11,6 +11,10 @@ BALANCES = ("rows", "both")
 TIES = ("stable", "average")
 COUPLINGS = ("quantile", "interpolate", "identity")
 
+# Sharper is no different: the width is far below any distance of numbers. From here on the
+# derivatives of 1/t and 1/sqrt(t) are at most 1e36, which float32 can hold.
+LEAST_TEMPERATURE = {"absolute": 1e-18, "squared": 1e-24}
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -60,11 +64,18 @@ class Problem:
             zero = zero + other
         return zero.to(self.dtype)
 
+    def temperatures(self) -> Tensor:
+        """t as a tensor, (batch,) or (1,)."""
+        t = self.sort_temperature
+        if isinstance(t, Tensor):
+            return t
+        # A compiler keeps a factor apart from its graph; `torch.full` it would compile anew for
+        # every temperature.
+        return torch.ones(1, device=self.query.device, dtype=self.dtype) * t
+
     def inverse_width(self) -> Tensor:
         """One over the width of the sort kernel: ``1/t`` (absolute) or ``1/sqrt(t)`` (squared)."""
-        t = self.sort_temperature
-        if not isinstance(t, Tensor):
-            t = torch.full((1,), t, device=self.query.device, dtype=self.dtype)
+        t = self.temperatures().clamp(min=LEAST_TEMPERATURE[self.metric])
         inverse = 1 / t if self.metric == "absolute" else t.rsqrt()
         return inverse.clamp(min=1e-30)  # all numbers are equal to that; zero has no derivative
 
