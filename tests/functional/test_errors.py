@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from espformer import esp_attention, esp_plan
+from espformer import esp_attention, esp_plan, sinkhorn_attention
 from tests.compare import tokens
 
 QUERY, KEY, VALUE = (x.float() for x in tokens(2, 3, n=5, m=4))
@@ -226,3 +226,14 @@ def test_triton_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(1, 1, 4, 3)
     with pytest.raises(ValueError, match="needs CUDA tensors, got tensors on cpu"):
         esp_attention(x, x, x, backend="triton")
+
+
+@pytest.mark.parametrize("attention", [esp_attention, sinkhorn_attention])
+def test_the_interpreter_has_no_bfloat16(attention, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    x = torch.randn(1, 1, 4, 3)
+    expected = r"got torch.bfloat16, which Triton's interpreter .* pass float16 or float32"
+    with pytest.raises(ValueError, match=expected):
+        attention(*[x.bfloat16()] * 3, backend="triton")
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=expected):
+        attention(x, x, x.bfloat16(), backend="triton")

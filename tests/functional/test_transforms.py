@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from espformer import esp_attention
+from espformer.nn import ESP, Attention
 
 OPTIONS = [
     pytest.param({}, id="soft"),
@@ -55,6 +56,51 @@ def test_directions() -> None:
     step = 1e-6
     expected = (attend(query + step * direction) - attend(query - step * direction)) / (2 * step)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_directions_straight_through_are_soft(share: float) -> None:
+    query, key, value = tokens()
+    direction = torch.randn_like(query)
+
+    def attend(query: Tensor, straight_through: float) -> Tensor:
+        return esp_attention(query, key, value, straight_through=straight_through)
+
+    shown, found = torch.func.jvp(lambda q: attend(q, share), (query,), (direction,))
+    _, expected = torch.func.jvp(lambda q: attend(q, 0.0), (query,), (direction,))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(shown, attend(query, share))
+    basis = torch.eye(query.numel(), dtype=query.dtype).view(-1, *query.shape)
+    rows = torch.func.vmap(lambda d: torch.func.jvp(lambda q: attend(q, share), (query,), (d,))[1])(
+        basis
+    )
+    columns = torch.func.jacrev(lambda q: attend(q, share))(query)
+    torch.testing.assert_close(rows.flatten(1).mT, columns.view(-1, query.numel()))
+
+
+@pytest.mark.parametrize("metric", ["absolute", "squared"])
+def test_temperatures_side_by_side(metric: str) -> None:
+    query, key, value = tokens()
+    temperatures = torch.tensor([0.1, 0.3, 1.0], dtype=torch.float64)
+
+    def attend(t: Tensor) -> Tensor:
+        return esp_attention(query, key, value, sort_temperature=t, metric=metric)
+
+    found = torch.vmap(attend)(temperatures)
+    for t, one in zip(temperatures, found, strict=True):
+        torch.testing.assert_close(one, attend(t))
+
+
+def test_ensembles_of_layers_that_learn_their_temperature() -> None:
+    layers = [Attention(8, 2, ESP(t, learn_temperature=True)) for t in (0.1, 0.3, 1.0)]
+    parameters, buffers = torch.func.stack_module_state(layers)
+    x = torch.randn(2, 5, 8)
+
+    def call(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(layers[0], (parameters, buffers), (x,))
+
+    found = torch.vmap(call)(parameters, buffers)
+    torch.testing.assert_close(found, torch.stack([layer(x) for layer in layers]))
 
 
 def test_a_backend_that_cannot_says_so() -> None:

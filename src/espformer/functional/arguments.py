@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import torch
@@ -34,11 +35,7 @@ def make_problem(
     one_of(name, "balance", options["balance"], BALANCES)
     one_of(name, "ties", options["ties"], TIES)
     one_of(name, "coupling", options["coupling"], COUPLINGS)
-    if not 0 <= options["inverse_temperature"] < math.inf:
-        raise ValueError(
-            f"{name}: inverse_temperature must be >= 0 and finite, got "
-            f"{options['inverse_temperature']} (0 weighs all slices alike)"
-        )
+    inverse_temperature_in_range(name, options["inverse_temperature"])
     if not 0 <= slice_dropout < 1:
         raise ValueError(f"{name}: slice_dropout must be in [0, 1), got {slice_dropout}")
     lead = _check_tokens(name, query, key, value)
@@ -136,7 +133,7 @@ def _temperature(
             raise ValueError(f"{name}: sort_temperature must be > 0, got {t} {advice}")
         return float(t)
     # On a GPU the values are not looked at: that would wait for the device.
-    looked_at = t.device.type == "cpu" and not torch.compiler.is_compiling()
+    looked_at = t.device.type == "cpu" and not (torch.compiler.is_compiling() or _transformed())
     if looked_at and not bool((t > 0).all()):
         raise ValueError(f"{name}: sort_temperature must be > 0 everywhere, got {t} {advice}")
     try:
@@ -198,10 +195,38 @@ def one_of(name: str, argument: str, got: str, allowed: tuple[str, ...]) -> None
         raise ValueError(f"{name}: {argument} must be one of {choices}, got {got!r}")
 
 
+def inverse_temperature_in_range(name: str, inverse_temperature: float) -> None:
+    if not 0 <= inverse_temperature < math.inf:
+        raise ValueError(
+            f"{name}: inverse_temperature must be >= 0 and finite, got {inverse_temperature} "
+            "(0 weighs all slices alike)"
+        )
+
+
+def runs_kernels(name: str, *tokens: Tensor) -> None:
+    """Refuses tensors that Triton cannot compute with here."""
+    device, interpreted = tokens[0].device, os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not interpreted:
+        raise ValueError(
+            f'{name}: backend="triton" needs CUDA tensors, got tensors on {device}; '
+            'backend="auto" picks what fits the device'
+        )
+    if interpreted and any(x.dtype == torch.bfloat16 for x in tokens):
+        raise ValueError(
+            f"{name}: got torch.bfloat16, which Triton's interpreter (TRITON_INTERPRET=1) computes "
+            "wrongly; pass float16 or float32, or unset TRITON_INTERPRET and use a GPU"
+        )
+
+
+def _transformed() -> bool:
+    """Whether transforms of ``torch.func`` are at work."""
+    active = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return active is not None and not torch.compiler.is_compiling() and active()
+
+
 def under_transforms(name: str, backend: str, able: str) -> bool:
     """Whether ``torch.func`` transforms this call; refuses a backend that is not `able` to be."""
-    active = getattr(torch._C, "_are_functorch_transforms_active", None)
-    if active is None or torch.compiler.is_compiling() or not active():
+    if not _transformed():
         return False
     if backend not in ("auto", able):
         raise ValueError(

@@ -3,13 +3,12 @@
 They take the shapes and the masks of :func:`espformer.esp_attention`.
 """
 
-import os
 from types import ModuleType
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from espformer.functional.arguments import one_of, under_transforms
+from espformer.functional.arguments import one_of, runs_kernels, under_transforms
 from espformer.ops.exporting import is_exporting
 from espformer.ops.masks import resolve_masks, zero_padding
 from espformer.ops.sinkhorn import sinkhorn_matrix, sinkhorn_output
@@ -230,11 +229,7 @@ def _kernels(
     transformed = under_transforms(name, backend, "torch")
     if backend == "torch" or (backend == "auto" and (not on_gpu or transformed or is_exporting())):
         return None
-    if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            f'{name}: backend="triton" needs CUDA tensors, got tensors on {query.device}; '
-            'backend="auto" picks what fits the device'
-        )
+    runs_kernels(name, query, key, value)
     try:
         from espformer.ops.triton import sinkhorn
     except ImportError as error:
