@@ -67,6 +67,20 @@ def test_anneal_multiplies_each_head(model):
     assert model[3][0].mechanism.base.sort_temperature == pytest.approx(0.32)
 
 
+@pytest.mark.parametrize("metric", ["absolute", "squared"])
+@pytest.mark.parametrize("learn", [False, True], ids=["given", "learnt"])
+def test_anneal_stops_where_soft_is_hard(metric, learn):
+    layer = Attention(12, 2, ESP(0.3, learn_temperature=learn, metric=metric))
+    x = torch.randn(2, 7, 12)
+    for _ in range(20):
+        anneal(layer, 1e-30)
+    soft = layer(x)
+    soft.square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters() if p.grad is not None)
+    harden(layer)
+    torch.testing.assert_close(soft, layer(x))
+
+
 def test_learnt_temperatures_stay_parameters(model):
     parameter = model[1].mechanism.log_sort_temperature
     set_sort_temperature(model, 1e-3)
@@ -166,7 +180,9 @@ def test_a_model_without_esp_is_an_error(change):
     ("change", "message"),
     [
         (lambda m: set_sort_temperature(m, 0.0), r"sort_temperature must be > 0, got 0\.0"),
-        (lambda m: anneal(m, 0.0), r"anneal: factor must be > 0, got 0\.0"),
+        (lambda m: anneal(m, 0.0), r"anneal: factor must be > 0 and finite, got 0\.0"),
+        (lambda m: anneal(m, float("inf")), r"anneal: factor must be > 0 and finite, got inf"),
+        (lambda m: anneal(m, float("nan")), r"anneal: factor must be > 0 and finite, got nan"),
         (lambda m: harden(m, ties="none"), r"ties must be one of"),
         (lambda m: set_straight_through(m, 2.0), r"share in \[0, 1\], got 2\.0"),
         (lambda m: exponential_schedule(0.0, 0.8, 3), r"start=0\.0"),

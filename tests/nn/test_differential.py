@@ -165,3 +165,15 @@ def test_values_wider_than_keys(heads: int) -> None:
     torch.testing.assert_close(
         joined.square().mean(-1), torch.full(joined.shape[:-1], 0.25), rtol=1e-2, atol=0
     )
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("lead", [(), (2, 3)], ids=["no batch", "two batches"])
+def test_any_number_of_leading_dimensions(heads, lead):
+    mechanism = bound(Differential(ESP()), heads, 6)
+    q, k, v = draw(3, *lead, heads, 6, 6).unbind()
+    flat = [x.reshape(-1, heads, 6, 6) for x in (q, k, v)]
+    expected = mechanism(*flat).view_as(v)
+    torch.testing.assert_close(mechanism(q, k, v), expected)
+    matrix = mechanism.matrix(*flat[:2]).view(*lead, heads, 6, 6)
+    torch.testing.assert_close(mechanism.matrix(q, k), matrix)

@@ -235,6 +235,9 @@ def test_wrong_sizes_are_named():
     q, k, v = draw(3, 3, 3)
     with pytest.raises(ValueError, match=r"ESP: bound to 2 heads of width 6.*has 4 of 6"):
         ESP().bind(2, 6)(q, k, v)
+    for mechanism in (ESP(), Differential(ESP())):
+        with pytest.raises(ValueError, match=r"at least \(heads, tokens, head_dim\), got \(3, 6\)"):
+            mechanism.bind(1, 6)(q[0, 0], k[0, 0], v[0, 0])
     with pytest.raises(ValueError, match=r"bind: heads and head_dim must be at least 1, got 0"):
         ESP().bind(0, 6)
 

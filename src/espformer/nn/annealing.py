@@ -15,6 +15,8 @@ epoch, then sort exactly.
     ['mechanism']
 """
 
+import math
+
 from torch import Tensor, nn
 
 from espformer.nn.esp import ESP
@@ -65,6 +67,8 @@ def get_sort_temperatures(model: nn.Module) -> dict[str, float | list[float]]:
 def anneal(model: nn.Module, factor: float) -> list[str]:
     """Multiply the sort temperature of every ESP mechanism, each head's own, by `factor`.
 
+    Temperatures stop falling at 1e-18 (1e-24 in the squared metric), where soft sorting is hard.
+
     Example:
         >>> from espformer.nn import ESP, Attention
         >>> model = Attention(32, heads=4, mechanism=ESP(0.5))
@@ -72,9 +76,10 @@ def anneal(model: nn.Module, factor: float) -> list[str]:
         >>> get_sort_temperatures(model)
         {'mechanism': 0.25}
     """
-    if not factor > 0:
+    if not 0 < factor < math.inf:
         raise ValueError(
-            f"anneal: factor must be > 0, got {factor} (for hard sorting call harden(model))"
+            f"anneal: factor must be > 0 and finite, got {factor} (for hard sorting call "
+            "harden(model))"
         )
     changed = []
     for name, mechanism in _mechanisms("anneal", model):

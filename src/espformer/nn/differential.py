@@ -120,12 +120,13 @@ class Differential(Mechanism):
         self.require_bound(query)
         query, key, value = (self._groups(x) for x in (query, key, value))
         # (batch, pairs, tokens, 2 · width): the two values of a pair side by side, for both groups.
-        value = torch.cat([value[:, 0::2], value[:, 1::2]], dim=-1).repeat_interleave(2, dim=1)
+        value = torch.cat(_pairs(value), dim=-1).repeat_interleave(2, dim=-3)
         groups = self.base(query, key, value, query_mask=query_mask, key_mask=key_mask)
         # Under autocast the difference of two similar outputs would lose most of its 8 bits.
         groups = groups.to(self.norm.weight.dtype)
         weight = self.difference_weight().to(groups.dtype)
-        output = self.norm(groups[:, 0::2] - weight * groups[:, 1::2]) * (1 - self.lambda_init)
+        first, second = _pairs(groups)
+        output = self.norm(first - weight * second) * (1 - self.lambda_init)
         return self._ungroup(output.to(value.dtype))
 
     def matrix(
@@ -146,19 +147,22 @@ class Differential(Mechanism):
             self._groups(query), self._groups(key), query_mask=query_mask, key_mask=key_mask
         )
         weight = self.difference_weight().to(matrix.dtype)
-        matrix = matrix[:, 0::2] - weight * matrix[:, 1::2]
-        return matrix if self.heads == 1 else matrix.repeat_interleave(2, dim=1)
+        first, second = _pairs(matrix)
+        matrix = first - weight * second
+        return matrix if self.heads == 1 else matrix.repeat_interleave(2, dim=-3)
 
     def _groups(self, x: Tensor) -> Tensor:
         """``(batch, groups, tokens, width)``: the heads, or the two halves of a single one."""
-        return torch.cat(x.chunk(2, dim=-1), dim=1) if self.heads == 1 else x
+        return torch.cat(x.chunk(2, dim=-1), dim=-3) if self.heads == 1 else x
 
     def _ungroup(self, x: Tensor) -> Tensor:
         """``(batch, pairs, tokens, 2 · width)`` to ``(batch, heads, tokens, head_dim)``."""
-        if self.heads == 1:
-            return x
-        batch, pairs, tokens, _ = x.shape
-        return x.unflatten(-1, (2, -1)).transpose(2, 3).reshape(batch, 2 * pairs, tokens, -1)
+        return x if self.heads == 1 else x.unflatten(-1, (2, -1)).transpose(-3, -2).flatten(-4, -3)
 
     def extra_repr(self) -> str:
         return f"lambda_init={self.lambda_init:.3g}"
+
+
+def _pairs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the second of every two heads, ``(batch, pairs, tokens, width)`` each."""
+    return x[..., 0::2, :, :], x[..., 1::2, :, :]

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from espformer import functional
+from espformer.functional.arguments import inverse_temperature_in_range
 from espformer.nn.mechanisms import Mechanism
 from espformer.nn.slicers import AxisSlicer, Slicer, make_slicer
 from espformer.ops.exponentials import METRICS
-from espformer.ops.problem import BALANCES, COUPLINGS, TIES
+from espformer.ops.problem import BALANCES, COUPLINGS, LEAST_TEMPERATURE, TIES
 
 __all__ = ["ESP"]
 
@@ -84,8 +85,7 @@ class ESP(Mechanism):
         _check_choice("balance", balance, BALANCES)
         _check_choice("coupling", coupling, COUPLINGS)
         _check_choice("backend", backend, functional.BACKENDS)
-        if inverse_temperature < 0:
-            raise ValueError(f"ESP: inverse_temperature must be >= 0, got {inverse_temperature}")
+        inverse_temperature_in_range("ESP", inverse_temperature)
         if not 0 <= slice_dropout < 1:
             raise ValueError(f"ESP: slice_dropout must be in [0, 1), got {slice_dropout}")
         self.inverse_temperature = inverse_temperature
@@ -138,13 +138,13 @@ class ESP(Mechanism):
         self.reset_parameters()
 
     def scale_sort_temperature(self, factor: float) -> None:
-        """Multiply the temperature, or each head's own, by `factor`."""
-        learnt = self.log_sort_temperature
+        """Multiply each head's temperature by `factor`, down to the least that matters."""
+        learnt, least = self.log_sort_temperature, LEAST_TEMPERATURE[self.metric]
         if learnt is None:
-            self.sort_temperature = self._sort_temperature * factor
+            self.sort_temperature = max(self._sort_temperature * factor, least)
         else:
             with torch.no_grad():
-                learnt.add_(math.log(factor))
+                learnt.add_(math.log(factor)).clamp_(min=math.log(least))
 
     @property
     def ties(self) -> str:

@@ -127,6 +127,12 @@ class Mechanism(nn.Module):
                 f"{name}: this one has parameters whose sizes are not known yet; give it to "
                 "espformer.nn.Attention, or call .bind(heads, head_dim) and use what it returns"
             )
+        if query.dim() < 3:
+            raise ValueError(
+                f"{name}: bound to {self.heads} heads of width {self.head_dim}, so a query is "
+                f"(batch, heads, tokens, head_dim) or at least (heads, tokens, head_dim), got "
+                f"{tuple(query.shape)} (for one head add it with query.unsqueeze(-3))"
+            )
         if query.shape[-3] != self.heads or query.shape[-1] != self.head_dim:
             raise ValueError(
                 f"{name}: bound to {self.heads} heads of width {self.head_dim}, got a query of "
