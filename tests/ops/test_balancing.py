@@ -57,6 +57,28 @@ def test_eight_steps_are_enough(metric, width, cloud):
     assert row_sum_error(kernel_matrix(numbers, metric, width), chebyshev_exponents()) < 5e-6
 
 
+# Where a search found the row sums of 65,536 numbers furthest from one: clusters, and their sizes.
+WORST = {
+    "absolute": (
+        [-2.53, -1.34, -0.63, 0.02, 0.66, 1.28, 1.99, 2.71, 5.73, 6.83],
+        [1.0, 1.5, 2.8, 4.6, 8.4, 15.2, 36.5, 122.6, 65179.7, 164.6],
+    ),
+    "squared": (
+        [-2.74, -1.84, -1.08, -0.68, -0.33, 0.51, 0.72, 1.84, 1.85, 1.85],
+        [1.0, 6.1, 28.8, 1.0, 137.5, 1562.7, 1.8, 1.0, 60526.7, 3271.4],
+    ),
+}
+
+
+@pytest.mark.parametrize("metric", WORST)
+def test_worst_case_known(metric):
+    """What the documents promise is no less than what happens."""
+    numbers, sizes = torch.tensor(WORST[metric], dtype=torch.float64)
+    # Equal numbers have equal scales: w of them count w times.
+    kernel = kernel_matrix(numbers, metric, 1.0) * sizes
+    assert 3e-5 < row_sum_error(kernel, chebyshev_exponents()) < 5e-5
+
+
 def test_plain_square_roots_are_far_worse():
     kernel = kernel_matrix(torch.randn(150, dtype=torch.float64), "absolute", 0.1)
     assert row_sum_error(kernel, [0.5] * STEPS) > 100 * row_sum_error(kernel, chebyshev_exponents())

@@ -6,8 +6,9 @@ by ``δ ← (I - ω (I + P)) δ`` to first order. The kernels of soft sorting ar
 has its spectrum in [0, 1] and ``I + P`` in [1, 2]: the best ω of a single step is 2/3 (the usual
 square root, ω = 1/2, only halves the error), and the best sequence of n steps takes ω as the
 inverses of the Chebyshev nodes of [1, 2], which divides the error by ``T_n(3) ≈ 5.83^n / 2``. Eight
-steps bring every row sum within 5e-6 of one, at every temperature and for both metrics,
-where eight plain square roots leave 1e-3.
+steps leave about 1e-6 in the row sums of normal numbers, at every temperature and for both metrics,
+and at worst, where most numbers are equal, less than 5e-5 (up to 65,536 of them); eight plain
+square roots leave 1e-3.
 """
 
 from __future__ import annotations
