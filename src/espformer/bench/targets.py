@@ -149,7 +149,7 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target(
         "soft forward faster than flash attention from, 16 heads",
-        _against("esp-mean", (16384, 65536), 16), _faster_from, "tokens", 65536, 16384,
+        _against("esp-mean", (16384, 32768, 65536), 16), _faster_from, "tokens", 65536, 16384,
     ),
     Target(
         "forward + backward, N = 16384, 16 heads, peak memory",

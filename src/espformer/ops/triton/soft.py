@@ -9,7 +9,7 @@ from torch import Tensor
 
 from espformer.ops import esp
 from espformer.ops.coupling import Coupling, couple
-from espformer.ops.problem import Problem
+from espformer.ops.problem import LEAST_TEMPERATURE, Problem
 from espformer.ops.triton.balance import balanced_scales
 from espformer.ops.triton.column import row_scales
 from espformer.ops.triton.norms import centre_rows, norm_costs
@@ -37,14 +37,12 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
 
 def _inverse_width(problem: Problem, batch: int) -> Tensor:
     """One over the width of the sort kernel, (batch,)."""
-    # Beyond any meaning, but finite: infinity times the distance of equal numbers is no number.
-    most = 1e30
     t = problem.sort_temperature
-    if isinstance(t, Tensor):
-        return problem.inverse_width().clamp(max=most).expand(batch).contiguous()
+    if isinstance(t, Tensor) or torch.compiler.is_compiling():  # it would compile every number anew
+        return problem.inverse_width().expand(batch).contiguous()
+    t = max(t, LEAST_TEMPERATURE[problem.metric])
     width = t if problem.metric == "absolute" else math.sqrt(t)
-    device = problem.query.device
-    return torch.full((batch,), 1 / max(width, 1 / most), device=device, dtype=torch.float32)
+    return torch.full((batch,), 1 / width, device=problem.query.device, dtype=torch.float32)
 
 
 def _exact(problem: Problem) -> bool:
