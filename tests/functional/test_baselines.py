@@ -94,7 +94,7 @@ def test_plans_keep_the_dtype(qkv):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"iterations": -1}, r"sinkhorn_attention: iterations must be >= 0, got -1"),
+        ({"iterations": -1}, r"sinkhorn_attention: iterations must be an integer >= 0, got -1"),
         ({"epsilon": 0.0}, r"sinkhorn_attention: epsilon must be > 0, got 0\.0"),
         ({"epsilon": math.nan}, r"epsilon must be > 0"),
         ({"key_mask": torch.ones(5, 7)}, r"sinkhorn_attention: key_mask.*pairs"),

@@ -34,6 +34,11 @@ def test_unknown_names(option, wrong, choices):
     refuses(f"got {wrong!r}", **{option: wrong})
 
 
+def test_arrays_are_no_tensors():
+    with pytest.raises(TypeError, match=r"key must be a torch\.Tensor, got ndarray"):
+        esp_attention(QUERY, KEY.numpy(), VALUE)
+
+
 @pytest.mark.parametrize("t", [0.0, -1.0, float("nan"), 0, -0.0])
 def test_temperatures_that_are_not_positive(t):
     refuses("sort_temperature must be > 0", sort_temperature=t)

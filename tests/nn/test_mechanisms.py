@@ -254,7 +254,8 @@ def test_dropout_of_softmax_is_for_training():
     ("make_it", "message"),
     [
         (lambda: Softmax(dropout=1.0), r"Softmax: dropout must be in \[0, 1\), got 1\.0"),
-        (lambda: Sinkhorn(-1), r"Sinkhorn: iterations must be >= 0, got -1"),
+        (lambda: Sinkhorn(-1), r"Sinkhorn: iterations must be an integer >= 0, got -1"),
+        (lambda: Sinkhorn(2.5), r"Sinkhorn: iterations must be an integer >= 0, got 2.5"),
         (lambda: Sinkhorn(epsilon=0), r"Sinkhorn: epsilon must be > 0, got 0"),
     ],
 )

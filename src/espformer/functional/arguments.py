@@ -84,6 +84,11 @@ def flat(x: Tensor, lead: torch.Size) -> Tensor:
 def _check_tokens(name: str, query: Tensor, key: Tensor, value: Tensor | None) -> torch.Size:
     tensors = {"query": query, "key": key} | ({} if value is None else {"value": value})
     for label, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"{name}: {label} must be a torch.Tensor, got {type(x).__name__}; "
+                "torch.as_tensor makes one"
+            )
         if x.dim() < 2:
             raise ValueError(
                 f"{name}: {label} must have shape (batch, heads, tokens, head_dim) or at least "

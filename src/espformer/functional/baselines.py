@@ -163,7 +163,7 @@ def sinkhorn_attention(
         AISTATS 2022.
     """
     _check_shapes("sinkhorn_attention", query, key, value)
-    _check_sinkhorn("sinkhorn_attention", iterations, epsilon)
+    check_sinkhorn("sinkhorn_attention", iterations, epsilon)
     query_mask, key_mask = resolve_masks("sinkhorn_attention", query, key, query_mask, key_mask)
     one_of("sinkhorn_attention", "backend", backend, SINKHORN_BACKENDS)
     kernels = _kernels("sinkhorn_attention", backend, query, key, value)
@@ -208,7 +208,7 @@ def sinkhorn_plan(
         True
     """
     _check_shapes("sinkhorn_plan", query, key)
-    _check_sinkhorn("sinkhorn_plan", iterations, epsilon)
+    check_sinkhorn("sinkhorn_plan", iterations, epsilon)
     query_mask, key_mask = resolve_masks("sinkhorn_plan", query, key, query_mask, key_mask)
     return sinkhorn_matrix(
         query,
@@ -245,10 +245,11 @@ def _default_scale(query: Tensor, scale: float | None) -> float:
     return query.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _check_sinkhorn(name: str, iterations: int, epsilon: float) -> None:
-    if iterations < 0:
+def check_sinkhorn(name: str, iterations: int, epsilon: float) -> None:
+    if not isinstance(iterations, int) or iterations < 0:
         raise ValueError(
-            f"{name}: iterations must be >= 0, got {iterations} (0 and 1 are softmax attention)"
+            f"{name}: iterations must be an integer >= 0, got {iterations} (0 and 1 are softmax "
+            "attention)"
         )
     if not epsilon > 0:
         raise ValueError(

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from espformer import functional
 from espformer.functional.arguments import one_of
-from espformer.functional.baselines import SINKHORN_BACKENDS
+from espformer.functional.baselines import SINKHORN_BACKENDS, check_sinkhorn
 
 __all__ = ["Mechanism", "Sinkhorn", "Softmax"]
 
@@ -227,10 +227,7 @@ class Sinkhorn(Mechanism):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if iterations < 0:
-            raise ValueError(f"Sinkhorn: iterations must be >= 0, got {iterations}")
-        if not epsilon > 0:
-            raise ValueError(f"Sinkhorn: epsilon must be > 0, got {epsilon}")
+        check_sinkhorn("Sinkhorn", iterations, epsilon)
         one_of("Sinkhorn", "backend", backend, SINKHORN_BACKENDS)
         self.iterations = iterations
         self.epsilon = epsilon
