@@ -21,7 +21,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(launch, "CHUNK", {2: 8, 4: 8})
         monkeypatch.setattr(launch, "LEAST", 2)
         monkeypatch.setattr(launch, "AHEAD", (2, 2))
-        monkeypatch.setattr(launch, "LEAST_LOADS", 1)
+        monkeypatch.setattr(launch, "segment_length", lambda chunks, ahead, walks: ahead)
 
 
 def gradients(

@@ -135,7 +135,7 @@ for kind in ("*i16", "*i32"):
     pack = dict(MASKED=True, BLOCK_N=64, BLOCK_D=64)
     build(pack_kernel, pack, X="*bf16", Y="*bf16", MASK="*u8", OUT=kind)
 half = dict(HALF=tl.bfloat16, INFINITY=0x7F80, MASKED=True)
-for tokens in (100, 2000):
+for tokens in (100, 1000):
     sort = sort_config(tokens)
     warps = sort["num_warps"]
     sort = {key: value for key, value in sort.items() if key != "num_warps"}

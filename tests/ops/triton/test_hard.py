@@ -15,7 +15,7 @@ from espformer.ops.triton.matching import match
 from espformer.ops.triton.ranking import match_halves, rank_halves
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The interpreter takes a second for a row of 1000 tokens, and has no rows of several warps.
+# The interpreter takes a second for a row of 1000 tokens.
 TOKENS = (1, 2, 5, 33, 197, 1000, 2500, 5000, 65536) if DEVICE == "cuda" else (1, 2, 33, 100)
 # bfloat16 is wrong in the interpreter.
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]

@@ -1,5 +1,7 @@
 """The chunk kernels against dense kernel matrices, in float64."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from espformer.ops.triton import balance, column, launch, norms
-from espformer.ops.triton.launch import Gradients, PlanKernels
+from espformer.ops.triton.launch import Gradients, PlanKernels, segment_length
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -19,7 +21,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(launch, "CHUNK", {2: 4, 4: 4})
         monkeypatch.setattr(launch, "LEAST", 2)
         monkeypatch.setattr(launch, "AHEAD", (2, 2))
-        monkeypatch.setattr(launch, "LEAST_LOADS", 1)
+        monkeypatch.setattr(launch, "segment_length", lambda chunks, ahead, walks: ahead)
 
 
 CASES = [
@@ -36,7 +38,7 @@ CASES = [
     # A last one that is shorter than others, after several and after one.
     pytest.param("absolute", 2, 1, 9, 32, 0.3, id="absolute-B2-L1-N9-D32"),
     pytest.param("squared", 1, 1, 5, 32, 0.3, id="squared-B1-L1-N5-D32"),
-    # Three segments: what leaves the first of them passes through the second.
+    # Five segments: what leaves the first of them passes through others.
     pytest.param("absolute", 1, 2, 33, 2, 1.0, id="absolute-B1-L2-N33-D2"),
     pytest.param("squared", 1, 1, 33, 2, 1.0, id="squared-B1-L1-N33-D2"),
 ]
@@ -47,6 +49,8 @@ class Side:
 
     def __init__(self, metric: str, batch: int, slices: int, ranks: int, width: int, t: float):
         numbers = (torch.randn(batch, slices, ranks) * 4).round() / 4
+        if ranks > 30:
+            numbers[..., :24] = 0.25  # all ranks of two segments of eight, and more around them
         self.values, self.order = numbers.to(DEVICE).sort(-1)
         self.rows = torch.randn(batch, ranks, width, device=DEVICE)
         self.scale, self.factor = torch.rand(2, batch, slices, ranks, device=DEVICE).unbind()
@@ -260,3 +264,16 @@ def test_centred_rows(masked: bool) -> None:
     (dx,) = torch.autograd.grad(found, x, upstream)
     (expected_dx,) = torch.autograd.grad(expected, x, [u.double() for u in upstream])
     close(dx, expected_dx.double())
+
+
+def test_walks_are_cut_where_that_is_shorter() -> None:
+    """In steps of the longest chain of loads, and into no more programs than run at once."""
+    for chunks, ahead, walks in itertools.product((1, 16, 65, 256, 2048, 16384), (4, 8), (2, 512)):
+        length = segment_length(chunks, ahead, walks)
+        steps, own = -(-chunks // ahead), -(-length // ahead)
+        segments = -(-chunks // length)
+        assert length % ahead == 0
+        assert segments == 1 or 2 * own + segments < steps
+        assert walks * segments <= max(walks, launch.SCANNING)
+    assert segment_length(16384, 8, 4) == 256
+    assert segment_length(16384, 8, 4096) >= 16384

@@ -30,9 +30,12 @@ def _supported(problem: Problem, value: Tensor) -> bool:
     operands = (problem.query, problem.key, value)
     if any(x.element_size() > 4 or x.shape[-1] > MOST_WIDTH for x in operands):
         return False
-    if any(x.shape[-2] * x.shape[-1] >= 1 << 31 for x in operands):
+    same = esp.same_lengths(problem)
+    queries, keys = problem.query.shape[-2], problem.key.shape[-2]
+    ranks = max(queries, keys) if same else queries + keys  # or pieces of them
+    if any(ranks * x.shape[-1] >= 1 << 31 for x in operands):
         return False
-    if esp.same_lengths(problem):
+    if same:
         return not problem.hard or problem.ties == "stable"
     return not problem.hard and problem.coupling != "interpolate"  # which is not monotone
 

@@ -50,11 +50,13 @@ def segment_length(chunks: int, ahead: int, walks: int) -> int:
     """Chunks that a program scans: all, unless walks are few and long.
 
     A program looks at the ends of all segments before its own, one at a time, and walks its own
-    twice, `ahead` chunks at a time: the square root balances the two.
+    twice, `ahead` chunks at a time: the square root balances the two, and has to be worth it.
     """
-    segments = min(SCANNING // max(1, walks), math.isqrt(2 * chunks // ahead))
-    loads = max(LEAST_LOADS, ceil_div(ceil_div(chunks, ahead), max(1, segments)))
-    return loads * ahead
+    steps = ceil_div(chunks, ahead)
+    segments = min(SCANNING // max(1, walks), math.isqrt(2 * steps))
+    own = max(LEAST_LOADS, ceil_div(steps, max(1, segments)))
+    worth = 2 * own + ceil_div(steps, own) < steps
+    return (own if worth else steps) * ahead
 
 
 class Ranks(NamedTuple):

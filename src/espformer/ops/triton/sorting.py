@@ -1,7 +1,7 @@
-"""Sorts of rows of int32 words, all different.
+"""Sorts of rows of int32 words.
 
-A short row is sorted by one program, in the registers of a few warps. Long rows are sorted in runs
-of RUN words, and neighbouring runs are merged until one is left. A program of a merge makes RUN
+A short row is sorted by one program, in the registers of a warp. Long rows are sorted in runs of
+RUN words, and neighbouring runs are merged until one is left. A program of a merge makes RUN
 words of its result: it finds where they begin in either run, and sorts out as many of both.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from espformer.ops.triton.sizes import ceil_div, power_of_2
 
 RUN = 1024  # words that are sorted, and merged, by one program
-LAST = tl.constexpr(0x7FFFFFFF)  # what sorts behind all words
+LAST = tl.constexpr(0x7FFFFFFF)  # no word is larger
 
 
 @triton.jit
@@ -122,14 +122,13 @@ def merge_kernel(WORDS, OUT, N, LENGTH, BLOCK: tl.constexpr, DIMS: tl.constexpr)
 
 @functools.lru_cache(1024)
 def sort_config(tokens: int) -> dict[str, Any]:
-    """How a program sorts a row: at most 32 words in every thread, loaded in vectors of 8."""
+    """How a warp sorts a row of at most 1024 words: 32 in every thread, loaded in vectors of 8."""
     block = max(2, power_of_2(tokens))
-    warps = max(1, block // 1024)
-    held = max(1, block // (32 * warps))
+    held = max(1, block // 32)
     vector = min(8, held)
     return {
         "BLOCK": block, "VECTOR": vector, "VECTORS": held // vector,
-        "DIMS": block.bit_length() - 1, "HELD": held.bit_length() - 1, "num_warps": warps,
+        "DIMS": block.bit_length() - 1, "HELD": held.bit_length() - 1, "num_warps": 1,
     }  # fmt: skip
 
 
@@ -140,7 +139,7 @@ def sort_rows(words: Tensor, runs: int = 1) -> tuple[Tensor, int]:
     config = sort_config(RUN)
     blocks = ceil_div(tokens, RUN)
     run_kernel[(rows, blocks)](words, tokens, **config)
-    length, other = RUN, torch.empty_like(words)
+    length, other = RUN, words if RUN * runs >= tokens else torch.empty_like(words)
     while length * runs < tokens:
         merge_kernel[(rows, blocks)](words, other, tokens, length, **merge_config())
         words, other = other, words
