@@ -27,15 +27,18 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_compiled_is_eager(case, monkeypatch):
-    options = {"inverse_temperature": 0.7, **case}
-    options["key_mask"] = some(2, 40) if options.pop("masked", False) else None
+def compiled_is_eager(monkeypatch, compiler, masked=False, **options):
+    options |= {"key_mask": some(2, 40) if masked else None}
     inputs = tokens(2, 2, n=40)
     expected = differentiate(*inputs, **options)
-    compiled = torch.compile(esp_attention, backend="eager", fullgraph=True)
+    compiled = torch.compile(esp_attention, backend=compiler, fullgraph=True)
     monkeypatch.setattr("tests.compare.esp_attention", compiled)
     assert_agree(differentiate(*inputs, **options), expected, output=1e-12, gradients=1e-10)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_compiled_is_eager(case, monkeypatch):
+    compiled_is_eager(monkeypatch, "eager", **{"inverse_temperature": 0.7, **case})
 
 
 GROUPED = {
@@ -57,12 +60,7 @@ def test_many_groups_of_slices_are_one_operator(case, monkeypatch):
     """A backward that computes groups again cannot be traced: it stays inside."""
     monkeypatch.setattr("espformer.ops.esp.GROUP_ELEMENTS", 400)
     options = {"inverse_temperature": 0.7, "backend": "linear", **case}
-    options["key_mask"] = some(2, 40) if options.pop("masked", False) else None
-    inputs = tokens(2, 2, n=40)
-    expected = differentiate(*inputs, **options)
-    compiled = torch.compile(esp_attention, backend="aot_eager", fullgraph=True)
-    monkeypatch.setattr("tests.compare.esp_attention", compiled)
-    assert_agree(differentiate(*inputs, **options), expected, output=1e-12, gradients=1e-10)
+    compiled_is_eager(monkeypatch, "aot_eager", **options)
 
 
 def test_lengths_and_temperatures_share_a_graph():

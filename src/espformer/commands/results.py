@@ -34,7 +34,7 @@ def results(
 
       espformer results --check
     """
-    from espformer.training.checkpoints import write_atomically
+    from espformer.training.checkpoints import refuse_directory, write_atomically
     from espformer.training.errors import RunError
     from espformer.training.results import merge_files, results_page
 
@@ -46,8 +46,7 @@ def results(
 
         for path in draw_beside(directory):
             print(path)
-    if to.is_dir():
-        raise RunError(f"{to}: is a directory; name the page, such as {to / 'RESULTS.md'}")
+    refuse_directory(to, "RESULTS.md")
     text = results_page(directory, to)
     if not check:
         write_atomically(to, text)

@@ -73,11 +73,17 @@ class Problem:
         # every temperature.
         return torch.ones(1, device=self.query.device, dtype=self.dtype) * t
 
-    def inverse_width(self) -> Tensor:
-        """One over the width of the sort kernel: ``1/t`` (absolute) or ``1/sqrt(t)`` (squared)."""
-        t = self.temperatures().clamp(min=LEAST_TEMPERATURE[self.metric])
-        inverse = 1 / t if self.metric == "absolute" else t.rsqrt()
-        return inverse.clamp(min=1e-30)  # all numbers are equal to that; zero has no derivative
+    def inverse_width(self, count: int = 1) -> Tensor:
+        """One over the width of the sort kernel: ``1/t`` (absolute) or ``1/sqrt(t)`` (squared).
+
+        (batch,); of a number that is not compiled, `count` times the same in one launch, else (1,).
+        """
+        t, power = self.sort_temperature, -1.0 if self.metric == "absolute" else -0.5
+        least, lowest = LEAST_TEMPERATURE[self.metric], 1e-30  # all numbers are equal to that
+        if not (isinstance(t, Tensor) or torch.compiler.is_compiling()):
+            inverse = max(max(t, least) ** power, lowest)
+            return torch.full((count,), inverse, device=self.query.device, dtype=self.dtype)
+        return (self.temperatures().clamp(min=least) ** power).clamp(min=lowest)
 
     def projections(self) -> tuple[Tensor, Tensor]:
         """Queries and keys on every slice: ``(batch, L, N)`` and ``(batch, L, M)``."""

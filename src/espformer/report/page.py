@@ -13,7 +13,7 @@ from espformer.report import sections, svg
 from espformer.report.content import attention_content, softness_content
 from espformer.report.inspection import Trained
 from espformer.report.summary import Summary, summarise
-from espformer.training.checkpoints import write_atomically
+from espformer.training.checkpoints import refuse_directory, write_atomically
 from espformer.training.errors import RunError
 
 __all__ = ["make_page", "write_page"]
@@ -78,8 +78,7 @@ def write_page(
         title: of the page; made of the data set unless given.
         examples: places in the test data of the inputs to show.
     """
-    if path.is_dir():
-        raise RunError(f"{path}: is a directory; name the page, such as {path / 'report.html'}")
+    refuse_directory(path, "report.html")
     page = make_page(runs, command=command, title=title, examples=examples)
     try:
         write_atomically(path, page)

@@ -22,10 +22,17 @@ __all__ = [
     "Checkpoints",
     "check_directory",
     "read_checkpoint",
+    "refuse_directory",
     "write_atomically",
 ]
 
 _MARGIN = 64 * 2**20
+
+
+def refuse_directory(path: Path, name: str) -> None:
+    """Tell before work is done that a page cannot be written in place of a directory."""
+    if path.is_dir():
+        raise RunError(f"{path}: is a directory; name the page, such as {path / name}")
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:

@@ -239,3 +239,18 @@ def test_what_torch_computes_has_the_dtype_of_the_values() -> None:
     query, key, value = (torch.randn(1, 1, n, 4, device=DEVICE).half() for n in (5, 7, 7))
     out = espformer.esp_attention(query, key, value, straight_through=0.5, backend="triton")
     assert out.dtype == torch.float16
+
+
+def test_offsets_of_more_than_32_bits_are_left_to_torch() -> None:
+    """Where queries and keys differ in number, pieces are as many as both together, at most."""
+    from espformer.ops.problem import Problem
+    from espformer.ops.triton import _supported
+
+    def supported(queries: int, keys: int) -> bool:
+        query, key = (torch.empty(1, n, 256, device="meta") for n in (queries, keys))
+        return _supported(Problem(query, key, 1.0, 0.1), key)
+
+    assert supported(5_000_000, 5_000_000)
+    assert supported(4_000_000, 3_000_000)
+    assert not supported(5_000_000, 4_000_000)
+    assert not supported(9_000_000, 9_000_000)

@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import espformer
-from espformer.ops.triton import ranking, sorting
+from espformer.ops.triton import sorting
 from espformer.ops.triton.gather import gather_distance, gather_dot, gather_sum
 from espformer.ops.triton.matching import match
 from espformer.ops.triton.ranking import match_halves, rank_halves
@@ -51,7 +51,6 @@ def test_matches_of_several_blocks() -> None:
 def _in_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are sorted by one program each, or in runs of 32 tokens that are merged."""
     if request.param:
-        monkeypatch.setattr(ranking, "IN_REGISTERS", 1)
         monkeypatch.setattr(sorting, "RUN", 32)
 
 

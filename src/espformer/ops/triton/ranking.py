@@ -2,8 +2,8 @@
 
 A 16-bit float, read as a signed integer with the lower bits of negative ones flipped, keeps its
 order. Put above the index of its token it can be sorted as one int32, is stable for free, and both
-parts come back by shifting. Up to IN_REGISTERS tokens one program sorts a row by itself; longer
-rows are sorted in runs that are merged (`sorting.py`).
+parts come back by shifting. Up to RUN tokens one program sorts a row by itself; longer rows are
+sorted in runs that are merged (`sorting.py`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from espformer.ops.autograd import refuse_double_backward
+from espformer.ops.triton import sorting
 from espformer.ops.triton.registration import operator
 from espformer.ops.triton.sizes import ceil_div, power_of_2
 from espformer.ops.triton.sorting import merge_config, merged, sort_config, sort_rows, sort_words
 
 MOST_TOKENS = 1 << 16
-IN_REGISTERS = 1024  # by one warp: more have to hand words to each other
 # What padding sorts as: above every number, NaN included.
 PADDING = tl.constexpr(0x7FFF)
 
@@ -162,8 +162,7 @@ def meet_kernel(
 ):  # fmt: skip
     """`match_kernel` for rows of one or two sorted runs: those of all queries, then of all keys.
 
-    SHARE turns to NaN where it has to. Neighbouring programs write to the same row, so that the
-    second-level cache gathers what they scatter before it goes to memory.
+    SHARE turns to NaN where it has to. Programs are in the order of `compose_kernel`.
     """
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     start = tl.program_id(0) % BLOCKS * BLOCK
@@ -244,7 +243,7 @@ def rank_halves(x: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, T
     lengths = None if mask is None else mask.sum(-1, dtype=torch.int32)
     half = tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16
     kind = {"HALF": half, "INFINITY": _infinity(x.dtype), "MASKED": mask is not None}
-    if tokens <= IN_REGISTERS:
+    if tokens <= sorting.RUN:
         config = sort_config(tokens)
         bits = _pack(x, None, mask, config["BLOCK"], torch.int16)
         rank_kernel[(batch * slices,)](
@@ -297,7 +296,7 @@ def match_halves(query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tenso
     matches = torch.empty(batch, slices, tokens, device=query.device, dtype=torch.int32)
     shares = torch.empty(batch, slices, device=query.device, dtype=torch.float32)
     infinity = _infinity(query.dtype)
-    if tokens <= IN_REGISTERS:
+    if tokens <= sorting.RUN:
         config = sort_config(tokens)
         bits = _pack(query, key, mask, config["BLOCK"], torch.int16)
         match_kernel[(rows,)](

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from espformer.ops import esp
 from espformer.ops.coupling import Coupling, couple
-from espformer.ops.problem import LEAST_TEMPERATURE, Problem
+from espformer.ops.problem import Problem
 from espformer.ops.triton.balance import balanced_scales
 from espformer.ops.triton.column import row_scales
 from espformer.ops.triton.norms import centre_rows, norm_costs
@@ -20,7 +18,8 @@ from espformer.ops.triton.ranking import MOST_TOKENS, rank_halves
 
 def attend(problem: Problem, value: Tensor) -> Tensor:
     """``N · G V``; all NaN in a head that holds one."""
-    width = _inverse_width(problem, value.shape[0])
+    batch = value.shape[0]
+    width = problem.inverse_width(batch).expand(batch).contiguous()
     ranked = _rank(problem)
     queries = _sorted(problem, *ranked[0], problem.query_mask, width)
     keys = _sorted(problem, *ranked[1], problem.key_mask, width)
@@ -33,16 +32,6 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
     plans = meet(queries, keys, width, coupling)
     weights = _weights(problem, queries, keys, plans, coupling)
     return apply_plans(value, weights, queries.order.shape[-1], *plans, problem.metric)
-
-
-def _inverse_width(problem: Problem, batch: int) -> Tensor:
-    """One over the width of the sort kernel, (batch,)."""
-    t = problem.sort_temperature
-    if isinstance(t, Tensor) or torch.compiler.is_compiling():  # it would compile every number anew
-        return problem.inverse_width().expand(batch).contiguous()
-    t = max(t, LEAST_TEMPERATURE[problem.metric])
-    width = t if problem.metric == "absolute" else math.sqrt(t)
-    return torch.full((batch,), 1 / width, device=problem.query.device, dtype=torch.float32)
 
 
 def _exact(problem: Problem) -> bool:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from espformer.ops.triton.sizes import ceil_div, power_of_2
 
-RUN = 1024  # words that are sorted, and merged, by one program
+# Words that one warp sorts, or merges; more warps would have to hand words to each other.
+RUN = 1024
 LAST = tl.constexpr(0x7FFFFFFF)  # no word is larger
 
 
