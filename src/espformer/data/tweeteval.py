@@ -1,6 +1,6 @@
 """TweetEval, sentiment: tweets, negative, neutral or positive (Barbieri et al. 2020).
 
-The paper speaks of two classes; its code and its accuracies are those of all three. Both are here.
+The paper has tweets that are positive or negative, the benchmark neutral ones too. Both are here.
 """
 
 from pathlib import Path

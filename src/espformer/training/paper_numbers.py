@@ -162,7 +162,7 @@ TABLES: dict[str, Table] = {
         ),
     ),
     "tweeteval": Table(
-        "TweetEval sentiment, test accuracy (%)",
+        "TweetEval sentiment, positive or negative, test accuracy (%)",
         "spread",
         _spreads(
             "default",
