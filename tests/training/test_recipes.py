@@ -97,6 +97,7 @@ def test_details_of_the_appendix():
     mnist = load_recipe("mnist-patch-size")
     assert mnist.run("transformer").optimizer.learning_rate == 1e-3
     assert mnist.run("sinkformer").optimizer.learning_rate == 2e-3
+    assert load_recipe("tweeteval").run().data.set.arguments["classes"] == 2
     anneal = load_recipe("cats-dogs-anneal").run()
     assert (anneal.annealing.factor, anneal.trainer.epochs, anneal.harden) == (0.8, 40, True)
     assert load_recipe("modelnet40-set").run().mechanism.arguments["coupling"] == "identity"
