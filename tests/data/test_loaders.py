@@ -148,6 +148,8 @@ def test_tweeteval(tiny):
     two = load("tweeteval", data_dir=tiny, classes=2)
     assert two.info["sizes"] == {"train": 100, "valid": 20, "test": 40}
     assert two.info["class_names"] == ["negative", "positive"]
+    # What was left out on request is no difference from the published set.
+    assert two.info["differences"] == three.info["differences"]
     for split, data in three.tensors.items():
         kept = data.labels != 1
         assert torch.equal(two.tensors[split].labels, (data.labels[kept] == 2).long())

@@ -44,6 +44,7 @@ def test_tweeteval(real):
     assert (task.train.inputs == task.vocabulary.unknown).sum() == 0
     two = known("tweeteval", real, classes=2)
     assert two.info["sizes"] == {"train": 24_942, "valid": 1_131, "test": 6_347}
+    assert two.info["differences"] == task.info["differences"]
 
 
 def test_multi30k(real):

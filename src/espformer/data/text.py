@@ -30,6 +30,7 @@ def text_task(
     vocabulary_size: int,
     validation: float,
     seed: int,
+    found: dict[str, int] | None = None,
 ) -> Task:
     """A task of labelled texts: the vocabulary is learnt from the split `train`.
 
@@ -41,10 +42,11 @@ def text_task(
         vocabulary_size: tokens of the vocabulary, special ones among them.
         validation: share of the training texts to hold out, where there is no split "valid".
         seed: of that choice.
+        found: texts of each split as published; all that `splits` has unless told.
     """
     name = files.source.name
     check_sizes(name, max_length=max_length, vocabulary_size=vocabulary_size)
-    found = {split: len(texts) for split, (texts, _) in splits.items()}
+    found = found or {split: len(texts) for split, (texts, _) in splits.items()}
     # Held-out texts are not to be learnt from, not even for the vocabulary.
     train_texts, train_labels = splits["train"]
     rows = torch.arange(len(train_texts))

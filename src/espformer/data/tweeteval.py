@@ -70,9 +70,10 @@ def load(
         raise ValueError(f"load('tweeteval'): classes must be 2 or 3, got {classes}")
     files = find(SOURCE, data_dir)
     splits = {split: _read(files, split) for split in ("train", "valid", "test")}
+    found = {split: len(texts) for split, (texts, _) in splits.items()}
     if classes == 2:
         splits = {split: _without_neutral(texts) for split, texts in splits.items()}
-    task = text_task(
+    return text_task(
         files,
         splits,
         class_names=NAMES if classes == 3 else [NAMES[0], NAMES[2]],
@@ -80,8 +81,8 @@ def load(
         vocabulary_size=vocabulary_size,
         validation=0.0,
         seed=seed,
+        found=found,
     )
-    return task
 
 
 def _read(files: Files, split: str) -> Texts:
