@@ -57,9 +57,9 @@ def test_temperatures_of_the_wrong_shape(shape):
     )
 
 
-@pytest.mark.parametrize("tau", [-0.1, float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("tau", [-0.1, float("nan"), float("inf"), 1e39])
 def test_inverse_temperatures(tau):
-    refuses(f"inverse_temperature must be >= 0 and finite, got {tau}", inverse_temperature=tau)
+    refuses(f"inverse_temperature must be in [0, 1e+30], got {tau}", inverse_temperature=tau)
 
 
 @pytest.mark.parametrize("probability", [-0.1, 1.0, 2.0, float("nan")])

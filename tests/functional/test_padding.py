@@ -162,3 +162,15 @@ def test_plans_have_zero_rows_and_columns_at_padding(options):
     plan = esp_plan(query, key, query_mask=query_mask, key_mask=key_mask, **options)
     assert not plan.masked_select(~query_mask[:, None, :, None]).any()
     assert not plan.masked_select(~key_mask[:, None, None]).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_costs_do_not_cancel_where_tokens_stand_far_from_the_origin(backend):
+    """Clouds are moved to the origin, by the mean of the keys that take part and no others."""
+    query, key, value = (torch.randn(1, 2, 160, 8) + 300 for _ in range(3))
+    mask = torch.arange(160)[None] < 16
+    options = {"inverse_temperature": 10.0, "backend": backend}
+    padded = esp_attention(query, key, value - 300, key_mask=mask, **options)[:, :, :16]
+    alone = (x[:, :, :16].double() for x in (query, key, value - 300))
+    expected = esp_attention(*alone, inverse_temperature=10.0, backend="dense")
+    assert (padded - expected).abs().max() < 1e-3

@@ -76,6 +76,11 @@ def test_directions_straight_through_are_soft(share: float) -> None:
     )
     columns = torch.func.jacrev(lambda q: attend(q, share))(query)
     torch.testing.assert_close(rows.flatten(1).mT, columns.view(-1, query.numel()))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(query, direction)
+        out = esp_attention(dual, key, value, straight_through=share, backend="dense")
+        tangent = torch.autograd.forward_ad.unpack_dual(out).tangent
+    torch.testing.assert_close(tangent, found)
 
 
 @pytest.mark.parametrize("metric", ["absolute", "squared"])

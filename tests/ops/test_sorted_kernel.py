@@ -190,3 +190,16 @@ def test_no_subnormal_numbers(metric: str) -> None:
     for name, x in vars(kernel).items():
         if isinstance(x, torch.Tensor) and x.is_floating_point():
             assert not ((x != 0) & (x.abs() < smallest)).any(), name
+
+
+@pytest.mark.parametrize("metric", ["absolute", "squared"])
+@pytest.mark.parametrize("factor", [1e-30, 1e30])
+def test_a_product_of_tiny_numbers_is_as_good_as_one_of_others(metric: str, factor: float) -> None:
+    """What is negligible is so beside the largest number of a head, and of no other head."""
+    values, x = ascending(2, 3, 200), torch.randn(2, 3, 200, 4, dtype=torch.float64)
+    width = torch.full((2, 1, 1), 30.0, dtype=torch.float64)
+    expected = linear_product(values, width, x, metric)
+    x[0] *= factor
+    found = linear_product(values, width, x, metric)
+    torch.testing.assert_close(found[0] / factor, expected[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0)

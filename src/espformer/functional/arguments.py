@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from typing import Any
 
@@ -12,6 +11,8 @@ from torch import Tensor
 from espformer.ops.exponentials import METRICS
 from espformer.ops.masks import resolve_masks, zero_padding
 from espformer.ops.problem import BALANCES, COUPLINGS, TIES, Problem
+
+MOST_INVERSE_TEMPERATURE = 1e30  # times a cost, still a number in float32
 
 
 def make_problem(
@@ -201,10 +202,10 @@ def one_of(name: str, argument: str, got: str, allowed: tuple[str, ...]) -> None
 
 
 def inverse_temperature_in_range(name: str, inverse_temperature: float) -> None:
-    if not 0 <= inverse_temperature < math.inf:
+    if not 0 <= inverse_temperature <= MOST_INVERSE_TEMPERATURE:
         raise ValueError(
-            f"{name}: inverse_temperature must be >= 0 and finite, got {inverse_temperature} "
-            "(0 weighs all slices alike)"
+            f"{name}: inverse_temperature must be in [0, {MOST_INVERSE_TEMPERATURE:g}], got "
+            f"{inverse_temperature} (0 weighs all slices alike, 1e6 takes the cheapest)"
         )
 
 

@@ -238,7 +238,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(soft: Tensor, shown: Tensor) -> Tensor:
-        return shown.view_as(shown)
+        return shown.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

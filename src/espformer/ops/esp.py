@@ -193,8 +193,7 @@ def slice_costs(
     coupling: Coupling | None, problem: Problem,
 ) -> Tensor:  # fmt: skip
     """D, the transport cost of every slice's plan: (batch, L)."""
-    # The cost does not change when both clouds move together; near the origin it does not cancel.
-    centre = key.detach().mean(-2, keepdim=True).nan_to_num()
+    centre = problem.centre()
     width = max(query.shape[-2], key.shape[-2]) * (query.shape[-1] + 2)
 
     def costs(

@@ -91,6 +91,19 @@ class Problem:
             return self.query.mT, self.key.mT
         return self.slices @ self.query.mT, self.slices @ self.key.mT
 
+    def centre(self) -> Tensor:
+        """The mean of the keys that take part, (batch, 1, m), without a gradient.
+
+        Costs do not change when both clouds move together, and near the origin they do not cancel.
+        """
+        key = self.key.detach()
+        if self.key_mask is None:
+            mean = key.mean(-2, keepdim=True, dtype=self.dtype)
+        else:  # padded tokens hold zeros
+            count = self.key_mask.sum(-1, dtype=self.dtype).clamp(min=1)
+            mean = key.sum(-2, keepdim=True, dtype=self.dtype) / count.view(-1, 1, 1)
+        return mean.nan_to_num()
+
     def slice_weights(self, costs: Tensor) -> Tensor:
         """``σ = softmax(-τ D)`` over the slices that dropout kept."""
         logits = -self.inverse_temperature * costs

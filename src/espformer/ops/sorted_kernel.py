@@ -91,10 +91,11 @@ class Waves:
         own = self.into.mT @ x
         if self.poles.is_complex():
             own = torch.complex(*own.chunk(2, -2))
+        dust = _magnitude(own) * NEGLIGIBLE**1.5
         left, right = own.chunk(2, -2)
         for hop, left_decay, right_decay in self.hops:
-            from_left = _without_dust(left[..., :-hop, :, :] * left_decay)
-            from_right = _without_dust(right[..., hop:, :, :] * right_decay)
+            from_left = _without(dust, left[..., :-hop, :, :] * left_decay)
+            from_right = _without(dust, right[..., hop:, :, :] * right_decay)
             left[..., hop:, :, :].add_(from_left)
             right[..., :-hop, :, :].add_(from_right)
         # A chunk receives what its neighbours have.
@@ -126,10 +127,19 @@ class Waves:
         return (weights * self._decay(self.across) * meeting).sum(-1).real
 
 
-def _without_dust(states: Tensor) -> Tensor:
+def _parts(states: Tensor) -> Tensor:
+    return torch.view_as_real(states) if states.is_complex() else states
+
+
+def _magnitude(states: Tensor) -> Tensor:
+    """The largest part of any state of a head: (batch, 1, 1, 1, 1)."""
+    return _parts(states).abs().flatten(1).amax(1).view(-1, 1, 1, 1, 1)
+
+
+def _without(dust: Tensor, states: Tensor) -> Tensor:
     """Sets to zero, in place, what has decayed several times over: see `NEGLIGIBLE`."""
-    numbers = torch.view_as_real(states) if states.is_complex() else states
-    numbers.masked_fill_(numbers.abs() < NEGLIGIBLE**1.5, 0)
+    numbers = _parts(states)
+    numbers.masked_fill_(numbers.abs() < (dust.unsqueeze(-1) if states.is_complex() else dust), 0)
     return states
 
 

@@ -77,7 +77,7 @@ def _weights(
     """σ of every slice, (batch, L)."""
     batch, slices, tokens = queries.values.shape
     if problem.inverse_temperature:
-        centre = problem.key.detach().mean(-2, dtype=torch.float32).nan_to_num()
+        centre = problem.centre().squeeze(-2)
         query, key = problem.query, problem.key
         both = torch.promote_types(query.dtype, key.dtype)
         q, q_squares = centre_rows(query.to(both), centre, problem.query_mask, problem.scale)
