@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import espformer
@@ -67,6 +68,26 @@ def test_true_means_ignore_in_key_padding_mask():
     for y in (x, changed):
         output = module(y, y, y, key_padding_mask=padding)[0]
         torch.testing.assert_close(output[:, :3], expected)
+
+
+def test_queries_and_keys_of_self_attention_may_be_different_objects():
+    """Copies of one sequence share its padding; cross-attention keeps all queries."""
+    module = espformer.convert(nn.MultiheadAttention(12, 3, batch_first=True), ESP())
+    x = torch.randn(3, 7, 12, requires_grad=True)
+    one = module(x, x, x, key_padding_mask=~MASK)[0]
+    torch.testing.assert_close(module(x, x.clone(), x + 0, key_padding_mask=~MASK)[0], one)
+
+    def attend(query, key, value):
+        return module(query, key, value, key_padding_mask=~MASK)[0]
+
+    torch.utils.checkpoint.checkpoint(attend, x, x, x, use_reentrant=True).square().sum().backward()
+    found, module.in_proj_weight.grad = module.in_proj_weight.grad, None
+    attend(x, x, x).square().sum().backward()
+    torch.testing.assert_close(found, module.in_proj_weight.grad)
+    layer = nn.TransformerDecoderLayer(12, 3, batch_first=True)
+    cross = espformer.convert(layer, ESP(), cross=True).multihead_attn
+    output = cross(x, torch.randn(3, 7, 12), x, key_padding_mask=~MASK)[0]
+    assert not torch.allclose(output[~MASK], cross.out_proj.bias.expand_as(output)[~MASK])
 
 
 @torch.no_grad()

@@ -41,6 +41,42 @@ def test_softmax_reproduces_either_implementation(family, implementation):
     assert torch.equal(run(family, model, mask), before)
 
 
+def enlarged(model: nn.Module) -> nn.Module:
+    """Larger queries and keys, so that a wrong scale of the scores shows."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_proj.weight", "k_proj.weight", "query.weight", "key.weight")):
+            parameter.data.mul_(20)
+    return model.eval()
+
+
+@torch.no_grad()
+def test_queries_that_are_scaled_before_the_call():
+    config = transformers.WhisperConfig(
+        d_model=24, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=16,
+        num_mel_bins=4, max_source_positions=10,
+    )  # fmt: skip
+    encoder = enlarged(transformers.models.whisper.modeling_whisper.WhisperEncoder(config))
+    sound = torch.randn(2, 4, 20)
+    before = encoder(sound).last_hidden_state
+    converted = espformer.convert(encoder, Softmax())
+    assert conversion_report(converted).converted
+    torch.testing.assert_close(converted(sound).last_hidden_state, before, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_configuration_has_the_scale_of_the_modules():
+    config = transformers.EsmConfig(
+        vocab_size=30, hidden_size=24, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, pad_token_id=1, mask_token_id=2,
+    )  # fmt: skip
+    model = enlarged(transformers.EsmModel(config))
+    tokens = torch.randint(3, 30, (2, 9))
+    before = model(tokens).last_hidden_state
+    model.config.espformer = {"name": "Softmax"}
+    model.set_attn_implementation("espformer")
+    torch.testing.assert_close(model(tokens).last_hidden_state, before, atol=1e-5, rtol=1e-5)
+
+
 @torch.no_grad()
 def test_part_of_a_model_is_reverted():
     model = espformer.convert(make("bart"), ESP(), cross=True)
@@ -278,3 +314,11 @@ def test_real_sentence_embeddings():
         torch.testing.assert_close(alone[0], batch[row], atol=1e-5, rtol=1e-4)
     espformer.revert(model)
     assert torch.equal(embed(tokens), before)
+
+
+def test_windows_with_positions_are_left():
+    config = transformers.SwinConfig(
+        image_size=32, embed_dim=8, depths=[1], num_heads=[2], window_size=4
+    )
+    with pytest.raises(ValueError, match="adds a bias of positions"):
+        espformer.convert(transformers.SwinModel(config), ESP())

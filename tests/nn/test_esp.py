@@ -235,6 +235,7 @@ def test_repr_tells_the_settings():
     ("options", "message"),
     [
         ({"sort_temperature": 0.0}, r"ESP: sort_temperature must be > 0, got 0\.0 .*hard=True"),
+        ({"sort_temperature": torch.ones(4)}, r"must be one number, got \(4,\) of them"),
         ({"sort_temperature": float("nan")}, r"sort_temperature must be > 0"),
         (
             {"inverse_temperature": -1.0},

@@ -61,15 +61,19 @@ def bind(candidate: Candidate, mechanism: Mechanism, depth: int) -> Mechanism:
     """A copy of the mechanism with the sizes, the scale, the device and the mode of a module."""
     assert candidate.heads is not None
     bound = mechanism.bind(candidate.heads, candidate.head_dim, depth=depth)
-    inner = bound
-    while isinstance(inner, Differential):
-        inner = inner.base
-    if candidate.scale is not None and getattr(inner, "scale", 0.0) is None:
-        inner.scale = candidate.scale  # type: ignore[assignment]
+    give_scale(bound, candidate.scale)
     weight = next((p for p in candidate.module.parameters()), None)
     if weight is not None:
         bound = bound.to(weight.device)
     return bound.train(candidate.module.training)
+
+
+def give_scale(mechanism: Mechanism, scale: float | None) -> None:
+    """Let a mechanism that has no scale of its own take that of a module."""
+    while isinstance(mechanism, Differential):
+        mechanism = mechanism.base
+    if scale is not None and getattr(mechanism, "scale", 0.0) is None:
+        mechanism.scale = scale  # type: ignore[assignment]
 
 
 def unusual_scale(scale: float | None, head_dim: int) -> float | None:

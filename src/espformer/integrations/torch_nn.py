@@ -29,6 +29,7 @@ __all__ = ["find", "revert"]
 # What decoder layers outside torch call the attention of their queries to another sequence.
 _CROSS_NAMES = {"multihead_attn", "cross_attn", "cross_attention", "encoder_attn"}
 _NESTED = "_espformer_use_nested_tensor"
+_CROSS = "_espformer_cross"
 
 
 def find(name: str, module: nn.Module, parent: nn.Module | None) -> Candidate | None:
@@ -54,6 +55,7 @@ def find(name: str, module: nn.Module, parent: nn.Module | None) -> Candidate | 
 
 def _convert(candidate: Candidate, mechanism: Mechanism) -> None:
     swap_class(candidate.module, _MultiheadAttention, mechanism)
+    candidate.module.__dict__[_CROSS] = candidate.cross
 
 
 def prepare(model: nn.Module) -> None:
@@ -66,6 +68,7 @@ def prepare(model: nn.Module) -> None:
 
 def revert(module: nn.Module) -> bool:
     """Put the original computation back; False if it is there already."""
+    module.__dict__.pop(_CROSS, None)
     return isinstance(module, nn.MultiheadAttention) and restore_class(module)
 
 
@@ -108,7 +111,8 @@ class _MultiheadAttention(Converted):
                 "key_padding_mask (convert the whole nn.TransformerEncoder rather than one of its "
                 "layers: then it makes no nested tensors)"
             )
-        cross = query is not key
+        # Queries and keys of self-attention may be different objects: copies, views, other dtypes.
+        cross, shared = module.__dict__.get(_CROSS, False), query is key
         batched = query.dim() == 3
         if not batched:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
@@ -118,7 +122,7 @@ class _MultiheadAttention(Converted):
 
         q, k, v = (
             split_heads(x, module.num_heads)
-            for x in _project(module, query, key, value, shared=not cross)
+            for x in _project(module, query, key, value, shared=shared)
         )
         key_mask = _key_mask(key_padding_mask, attn_mask, q, k)
         query_mask = None
@@ -189,7 +193,9 @@ def _present(name: str, mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return ~mask
     present = mask == 0
-    looked_at = mask.device.type == "cpu" and not torch.compiler.is_compiling()
+    # Padding is not looked at on a GPU, which would have to be waited for; pairs are anyway.
+    looked_at = mask.device.type == "cpu" or name == "attn_mask"
+    looked_at = looked_at and not torch.compiler.is_compiling()
     if looked_at and not bool((present | (mask == -torch.inf)).all()):
         raise ValueError(
             f"converted MultiheadAttention: {name} holds numbers other than 0 and -inf; only "

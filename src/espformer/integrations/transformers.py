@@ -29,7 +29,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from espformer.integrations.candidates import CAUSAL, MECHANISM, Candidate, unusual_scale
+from espformer.integrations.candidates import (
+    CAUSAL,
+    MECHANISM,
+    Candidate,
+    give_scale,
+    unusual_scale,
+)
 from espformer.integrations.settings import mechanism_from_settings, settings_of
 from espformer.nn import Mechanism
 
@@ -100,7 +106,7 @@ def find(name: str, module: nn.Module, parent: nn.Module | None) -> Candidate | 
         head_dim or 0,
         cross=_is_cross(name, module),
         refusal=_refusal(module),
-        scale=unusual_scale(_first(module, "scaling", "scale"), head_dim or 1),
+        scale=unusual_scale(_scale(module), head_dim or 1),
         convert=_convert,
     )
 
@@ -122,8 +128,12 @@ def _refusal(module: nn.Module) -> str | None:
     if _heads(module) is None or _first(module, *_HEAD_DIM) is None:
         return "its number of heads or their width could not be found"
     arguments = inspect.signature(inspect.unwrap(type(module).forward)).parameters
-    if "position_bias" in arguments or hasattr(module, "has_relative_attention_bias"):
+    tables = _first(module, "relative_position_bias_table", "relative_position_bias")
+    relative = tables is not None or hasattr(module, "has_relative_attention_bias")
+    if "position_bias" in arguments or relative:
         return "adds a bias of positions to scores, which this attention does not have"
+    if isinstance(_first(module, "scaling", "scale"), Tensor):
+        return "multiplies its queries by factors that it learns"
     if getattr(module, "sliding_window", None):
         return "local: queries see a window of keys, so the matrix has other marginals"
     return None
@@ -138,6 +148,12 @@ def _is_cross(name: str, module: nn.Module) -> bool:
 
 def _first(holder: Any, *names: str) -> Any:
     return next((getattr(holder, n) for n in names if getattr(holder, n, None) is not None), None)
+
+
+def _scale(module: nn.Module) -> float | None:
+    """The factor on the scores that a module says it has."""
+    scale = _first(module, "scaling", "scale")
+    return None if isinstance(scale, Tensor) else scale
 
 
 def _heads(module: nn.Module) -> Any:
@@ -255,6 +271,9 @@ def attention(
     if key.shape[1] != query.shape[1]:
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    own = _scale(module) or query.shape[-1] ** -0.5
+    if scaling is not None and abs(scaling - own) > 1e-6 * own:
+        query = query * (scaling / own)  # scaled before the call, as in Whisper
     masks: dict[str, Tensor | None] = {"key_mask": _key_mask(attention_mask, module, key)}
     if cross and masks["key_mask"] is not None:
         # Without it, keys as many as the queries would lend them their mask.
@@ -301,6 +320,7 @@ def _mechanism_of(module: nn.Module) -> tuple[Mechanism | None, bool, str]:
                 f"config.espformer = {settings} describes a mechanism with parameters, for which a "
                 "configuration makes no place: use espformer.convert(model, mechanism)"
             )
+        give_scale(mechanism, unusual_scale(_scale(module), _first(module, *_HEAD_DIM)))
         made = module.__dict__["_espformer_made"] = (settings, mechanism)
     return made[1].train(module.training), cross, "sdpa"
 

@@ -129,6 +129,12 @@ class ESP(Mechanism):
 
     @sort_temperature.setter
     def sort_temperature(self, temperature: float) -> None:
+        if isinstance(temperature, Tensor) and temperature.numel() != 1:
+            raise ValueError(
+                f"ESP: sort_temperature must be one number, got {tuple(temperature.shape)} of them "
+                "(learn_temperature=True has one per head, in log_sort_temperature; esp_attention "
+                "takes a tensor)"
+            )
         if not 0 < temperature < math.inf:
             raise ValueError(
                 f"ESP: sort_temperature must be > 0, got {temperature} "
