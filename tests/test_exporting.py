@@ -1,5 +1,6 @@
 """`espformer export`: from what is on disk to a graph that gives the same numbers."""
 
+import shutil
 import sys
 
 import pytest
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 import espformer
 from espformer import cli
-from espformer.exporting import export_model, open_model
+from espformer.exporting import Exportable, export_model, open_model
 from espformer.nn import ESP, Softmax
 from espformer.training.errors import RunError
 from tests.integrations.families import make
@@ -81,6 +82,20 @@ def test_a_run_as_onnx(digits, tmp_path):
         assert (torch.from_numpy(found) - model(images)).abs().max() < 1e-5
 
 
+def test_weights_in_a_file_of_their_own_come_along(digits, tmp_path, monkeypatch):
+    """As the exporter writes a model that is too large for one file."""
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    save = torch.onnx.ONNXProgram.save
+    monkeypatch.setattr(
+        torch.onnx.ONNXProgram, "save", lambda *arguments: save(*arguments, external_data=True)
+    )
+    export_model(open_model(digits), tmp_path / "model.onnx", "onnx")
+    assert {p.name for p in tmp_path.iterdir()} == {"model.onnx", "model.onnx.data"}
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    assert session.run(None, {"inputs": torch.zeros(3, 1, 8, 8).numpy()})[0].shape == (3, 10)
+
+
 @pytest.mark.parametrize(
     ("family", "mechanism"),
     [
@@ -121,6 +136,28 @@ def test_help_teaches_with_examples():
     assert "espformer export runs/digits" in text
 
 
+def test_places_that_cannot_be_written_are_told(tmp_path):
+    source = Exportable(torch.nn.Identity(), {"input": "points"})
+    with pytest.raises(RunError, match=r"is a directory; name the file, such as .*model\.onnx"):
+        export_model(source, tmp_path, "onnx")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"x\.pt2: cannot write here \(.*choose another place"):
+        export_model(source, tmp_path / "file" / "x.pt2", "torch")
+
+
+@pytest.mark.parametrize("content", ['{"data": {', "[]", '{"data": null}'])
+def test_damaged_results_are_told(digits, tmp_path, content):
+    shutil.copy(digits / "last.ckpt", tmp_path)
+    (tmp_path / "results.json").write_text(content)
+    with pytest.raises(RunError, match=r"results\.json: .* move it away, and the data"):
+        open_model(tmp_path / "last.ckpt")
+    (tmp_path / "results.json").unlink()
+    assert open_model(tmp_path / "last.ckpt").image == (1, 8, 8), "as the message says"
+    (tmp_path / "config.json").write_text(content[:5])
+    with pytest.raises(RunError, match=r"config\.json: .* save the model again"):
+        open_model(tmp_path)
+
+
 def test_mistakes_are_told(digits, hugging_face, tmp_path, monkeypatch, capsys):
     with pytest.raises(RunError, match="expected the directory of a run"):
         open_model(tmp_path)
@@ -129,8 +166,13 @@ def test_mistakes_are_told(digits, hugging_face, tmp_path, monkeypatch, capsys):
     with pytest.raises(RunError, match="save its encoder"):
         open_model(hugging_face("bart", ESP()))
     source = open_model(hugging_face("bert", Softmax()))
-    with pytest.raises(RunError, match="away from the model's, more than"):
-        export_model(source, tmp_path / "model.pt2", "torch", tolerance=-1.0)
+    (tmp_path / "there").mkdir()
+    file = tmp_path / "there" / "model.pt2"
+    file.write_text("before")
+    with pytest.raises(RunError, match=r"away from the model's, more than .* it was not kept"):
+        export_model(source, file, "torch", tolerance=-1.0)
+    assert [p.name for p in file.parent.iterdir()] == ["model.pt2"]
+    assert file.read_text() == "before", "a file that is wrong replaces none"
     monkeypatch.setattr(torch.export, "export", lambda *_, **__: 1 / 0)
     with pytest.raises(RunError, match=r"refused this model: division by zero; .* leave --soft"):
         export_model(source, tmp_path / "model.pt2", "torch", soft=True)

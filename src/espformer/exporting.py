@@ -1,8 +1,12 @@
 """From what is on disk to a graph: a trained run, a fine-tuned one, or a transformers directory."""
 
+import contextlib
 import json
 import logging
+import os
+import tempfile
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +109,12 @@ def _run(file: Path, checkpoint: dict[str, Any]) -> Exportable:
     results = file.parent / "results.json"
     if results.exists():
         # The data themselves are not needed: a finished run remembers what the model was told.
-        info = json.loads(results.read_text(encoding="utf-8")).get("data", {})
+        advice = "move it away, and the data themselves are read instead"
+        info = _read_json(results, advice).get("data")
+        if not isinstance(info, dict):
+            raise RunError(
+                f"{results}: expected the results of a run, which tell about its data; {advice}"
+            )
         last: Tensor = next(x for x in reversed(checkpoint["state_dict"].values()) if x.dim() == 1)
         classes = len(info["class_names"]) if "class_names" in info else len(last)
         nothing: Any = []
@@ -125,12 +134,24 @@ def _run(file: Path, checkpoint: dict[str, Any]) -> Exportable:
     return Exportable(model, {"inputs": "points"})
 
 
+def _read_json(path: Path, advice: str) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise RunError(
+            f"{path}: cannot be read, it is cut off or damaged ({error}); restore it, or {advice}"
+        ) from None
+    if not isinstance(found, dict):
+        raise RunError(f"{path}: expected names and values; restore it, or {advice}")
+    return found
+
+
 def _transformers(path: Path) -> Exportable:
     import transformers
 
     from espformer.integrations.pretrained import load_pretrained
 
-    raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    raw = _read_json(path / "config.json", "save the model again")
     name = next(iter(raw.get("architectures") or []), "AutoModel")
     kind = getattr(transformers, name, None)
     if kind is None:
@@ -175,6 +196,8 @@ def export_model(
 ) -> float:
     """Write the graph of a model and compare it with the model, at sizes it was not made with too.
 
+    The file is there only if it is right; one that was there before stays otherwise.
+
     Args:
         source: the model.
         path: of the file.
@@ -187,42 +210,83 @@ def export_model(
         The largest difference of an output from the model's.
 
     Raises:
-        RunError: the graph cannot be made, or computes something else.
+        RunError: the graph cannot be made or written, or computes something else.
     """
     model = source.model.eval()
     if any(isinstance(module, ESP) for module in model.modules()):
         (soften if soft else harden)(model)
+    with _replacing(path, "onnx" if form == "onnx" else "pt2") as file:
+        _write(source, file, form, soft)
+        return _compare(source, file, form, tolerance)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path, suffix: str) -> Iterator[Path]:
+    """A file of the same name in a directory of its own, moved to `path` when the block ends well.
+
+    The graph of a large model has its weights in a file beside it, whose name it knows.
+    """
+    if path.is_dir():
+        raise RunError(f"{path}: is a directory; name the file, such as {path / f'model.{suffix}'}")
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            folder = Path(
+                stack.enter_context(
+                    tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
+                )
+            )
+        except OSError as error:
+            raise RunError(
+                f"{path}: cannot write here ({error.strerror}); choose another place with --to"
+            ) from None
+        yield folder / path.name
+        # The graph comes last: what it refers to is there before it.
+        for made in sorted(folder.iterdir(), key=lambda made: made.name == path.name):
+            os.replace(made, path.parent / made.name)
+
+
+def _write(source: Exportable, path: Path, form: str, soft: bool) -> None:
     example = source.example(*EXAMPLE)
-    path.parent.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"dynamic_length": source.has_length}
     # It tells about operators of packages that are not there.
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated.*")
     try:
         if form == "onnx":
-            export_onnx(model, example, path, tolerance=None, **options)
+            export_onnx(source.model, example, path, tolerance=None, **options)
         else:
-            program = export_program(model, example, **options)
+            program = export_program(source.model, example, **options)
             torch.export.save(program, path)
     except ImportError as error:
         raise RunError(str(error)) from None
     except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise RunError(
+                f"{path.name}: could not be written ({error.strerror}); make room, or choose "
+                "another place with --to"
+            ) from error
         advice = "; a hardened model is easier to export, leave --soft out" if soft else ""
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise RunError(f"{form}: the exporter refused this model: {reason}{advice}") from error
+
+
+def _compare(source: Exportable, path: Path, form: str, tolerance: float) -> float:
+    """The largest difference of a file from the model; refused above the tolerance."""
     sizes = [EXAMPLE, *OTHERS] if source.has_length else [EXAMPLE, (1, 0), (3, 0)]
     worst = 0.0
     measure = onnx_difference if form == "onnx" else _program_difference
     for number, (batch, length) in enumerate(sizes):
         for attempt in range(ATTEMPTS):
             inputs = source.example(batch, max(length, 1), seed=number + len(sizes) * attempt)
-            found = measure(model, inputs, path)
+            found = measure(source.model, inputs, path)
             if found <= tolerance:
                 break
         if not found <= tolerance:
             raise RunError(
-                f"{path}: for batch {batch} and length {length} its output is {found:.2e} away "
-                f"from the model's, more than {tolerance:.0e}; do not use the file"
+                f"{path.name}: for batch {batch} and length {length} its output is {found:.2e} "
+                f"away from the model's, more than {tolerance:.0e}; it was not kept. If so much "
+                "is good enough, say so with --tolerance"
             )
         worst = max(worst, found)
     return worst

@@ -151,6 +151,15 @@ def test_mistakes_are_told(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["heads", "width", "shrink"])
+def test_sizes_are_at_least_one(option: str) -> None:
+    result = CliRunner().invoke(cli.app, ["bench", "quick", "--no-save", f"--{option}", "0"])
+    assert result.exit_code == 2
+    assert "equal to 1" in result.output
+    with pytest.raises(ValueError, match=f"--{option} must be at least 1, got 0"):
+        select("quick", **{option: 0})
+
+
 def test_sizes_can_be_chosen() -> None:
     cases = select("targets", shrink=16)
     assert max(case.tokens for case in cases) == 65536

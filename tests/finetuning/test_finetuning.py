@@ -188,13 +188,46 @@ def test_one_run_by_the_command_line(encoder, texts, tmp_path):
         open_checkpoint(directory)
     before = (directory / "results.json").stat().st_mtime_ns
     again = command(encoder, texts, tmp_path, "-a", "sinkhorn", "-r", "5e-4", "--seeds", "3")
-    assert again.strip().splitlines()[-2] in text
+    assert next(line for line in text.splitlines() if "accuracy start" in line) in again
     assert (directory / "results.json").stat().st_mtime_ns == before
     with pytest.raises(RunError, match="other settings"):
         command(
             encoder, texts, tmp_path, "-a", "sinkhorn", "-r", "5e-4", "--seeds", "3",
             "--batch-size", "8",
         )  # fmt: skip
+
+
+def test_one_run_leaves_a_table_and_is_saved_too(encoder, texts, tmp_path):
+    from espformer.training.results import read_file
+
+    options = ["--epochs", "1", "--save", tmp_path / "kept"]
+    folder = tmp_path / "finetune-tiny-bert-tweeteval"
+    command(encoder, texts, tmp_path, "-a", "softmax", *options, "--no-table")
+    assert not (folder / "results.md").exists(), "whoever compares writes it"
+    text = command(encoder, texts, tmp_path, "-a", "softmax", *options)
+    table = (folder / "results.md").read_text("utf-8")
+    assert "| softmax | 1 |" in table
+    assert table in text
+    # Another one joins it.
+    command(encoder, texts, tmp_path, "-a", "sinkhorn", *options)
+    for path in (folder / "results.json", tmp_path / "kept" / f"{folder.name}.json"):
+        assert {run["mechanism"] for run in read_file(path).runs} == {"softmax", "sinkhorn"}
+    table = (folder / "results.md").read_text("utf-8")
+    assert "| softmax | 1 |" in table
+    assert "| sinkhorn | 1 |" in table
+
+
+def test_a_failed_start_leaves_the_directory_free(encoder, texts, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.FinetuneLearner, "training_step", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            do(experiment(encoder, texts, "softmax", batch_size=32), "softmax", tmp_path)
+    made = experiment(encoder, texts, "softmax", epochs=1)
+    directory = run_directory(tmp_path, made.run("softmax"))
+    assert not (directory / "start.json").exists(), "the score of other settings"
+    assert do(made, "softmax", tmp_path)["scores"]["test"] >= 0
+    with pytest.raises(RunError, match="other settings"):
+        do(experiment(encoder, texts, "softmax", batch_size=32), "softmax", tmp_path)
 
 
 @pytest.mark.slow

@@ -7,9 +7,11 @@ import torch
 import yaml
 
 from espformer.nn import get_sort_temperatures
-from espformer.training import RunError, load_recipe
+from espformer.training import RunError, load_recipe, runner
 from espformer.training.assemble import load_task, load_weights, make_learner
 from espformer.training.checkpoints import read_checkpoint
+from espformer.training.classification import Classifier
+from espformer.training.errors import ConfigError
 from espformer.training.figures import read_curves
 from espformer.training.records import only_one, run_directory
 from espformer.training.runner import execute
@@ -93,6 +95,40 @@ def test_other_settings_are_refused(recipe, tmp_path):
     (tmp_path / "results.json").write_text("{")
     with pytest.raises(RunError, match="cannot be read"):
         execute(recipe.run("transformer"), tmp_path)
+
+
+def test_a_failed_start_leaves_the_directory_free(recipe, tmp_path, monkeypatch):
+    wrong = recipe.run("transformer", overrides=["model.vit.patch_size=3"])
+    with pytest.raises(ConfigError, match="patch_size"):
+        execute(wrong, tmp_path, progress=False)
+    # A step that fails before the first checkpoint, and a process that could not tidy up.
+    for tidy in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(Classifier, "training_step", lambda *_: 1 / 0)
+            if not tidy:
+                patch.setattr(runner, "_forget", lambda _: None)
+            larger = recipe.run("transformer", overrides=["data.batch_size=64"])
+            with pytest.raises(ZeroDivisionError):
+                execute(larger, tmp_path, progress=False)
+        assert (tmp_path / "config.yaml").exists() is not tidy
+    assert execute(recipe.run("transformer"), tmp_path, progress=False)["steps"] == 6
+
+
+def test_an_interrupted_run_keeps_its_directory(recipe, tmp_path, monkeypatch):
+    step = Classifier.training_step
+
+    def stop(self, batch, batch_idx):
+        return step(self, batch, batch_idx) if self.current_epoch == 0 else 1 / 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Classifier, "training_step", stop)
+        with pytest.raises(ZeroDivisionError):
+            execute(recipe.run("transformer"), tmp_path, progress=False)
+    other = recipe.run("transformer", overrides=["data.batch_size=64"])
+    for name in ("last.ckpt", "best.ckpt"):
+        with pytest.raises(RunError, match=r"holds a run with other settings: data.batch_size"):
+            execute(other, tmp_path, progress=False)
+        (tmp_path / name).unlink()
 
 
 def test_one_process_at_a_time(recipe, tmp_path):

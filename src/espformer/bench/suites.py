@@ -111,6 +111,9 @@ def select(
         raise ValueError(f"there is no suite '{suite}'; there is {', '.join(SUITES)}")
     if dtype is not None and dtype not in TOLERANCES:
         raise ValueError(f"--dtype must be one of {', '.join(TOLERANCES)}, got '{dtype}'")
+    for option, number in (("heads", heads), ("width", width), ("shrink", shrink)):
+        if number is not None and number < 1:
+            raise ValueError(f"--{option} must be at least 1, got {number}")
     names = _names("operators", operators, (name for name, _ in OPERATORS))
     ways = _names("backends", backends, (backend for _, backend in OPERATORS))
     kinds = _names("modes", modes, MODES)

@@ -20,8 +20,12 @@ def bench(
     tokens: Annotated[
         str | None, typer.Option(help="Lengths instead of the suite's, e.g. 512,1024.")
     ] = None,
-    heads: Annotated[int | None, typer.Option(help="Batch × heads instead of the suite's.")] = None,
-    width: Annotated[int | None, typer.Option(help="Of a head, instead of the suite's.")] = None,
+    heads: Annotated[
+        int | None, typer.Option(min=1, help="Batch × heads instead of the suite's.")
+    ] = None,
+    width: Annotated[
+        int | None, typer.Option(min=1, help="Of a head, instead of the suite's.")
+    ] = None,
     operators: Annotated[str | None, typer.Option(help="Keep these, e.g. esp,sinkhorn-3.")] = None,
     backends: Annotated[str | None, typer.Option(help="Keep these, e.g. triton,flash.")] = None,
     modes: Annotated[

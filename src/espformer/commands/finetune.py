@@ -55,6 +55,10 @@ def finetune(
         bool | None,
         typer.Option("--progress/--no-progress", help="Progress bar; on a terminal by default."),
     ] = None,
+    table: Annotated[
+        bool,
+        typer.Option("--table/--no-table", hidden=True, help="Off in the runs of a comparison."),
+    ] = True,
 ) -> None:
     """Put other attentions into a pre-trained encoder, score it at once, fine-tune, score again.
 
@@ -87,6 +91,7 @@ def finetune(
     from espformer.training.experiments import Job, do_all
     from espformer.training.records import check_same, run_directory
     from espformer.training.report import write_report
+    from espformer.training.runner import is_begun
 
     attentions = read_attentions(attention or ["softmax", "sinkhorn", "esp"])
     rates = learning_rate or [1e-4]
@@ -125,11 +130,15 @@ def finetune(
         directory = run_directory(output, run)
         print_results(execute(run, directory, head, progress=progress))
         print(directory)
+        if table:
+            path, text = write_report(experiment, output, save)
+            print(text)
+            print(path)
         return
     shared = [
         *("--model", model, "--task", task, "--epochs", str(epochs), "--output", str(output)),
         *("--batch-size", str(batch_size), "--anneal-to", repr(anneal_to), "--no-progress"),
-        *("--precision", precision),
+        *("--precision", precision, "--no-table"),
     ]
     for option, value in (
         ("--max-length", max_length),
@@ -151,7 +160,8 @@ def finetune(
         for run in runs
     ]
     for job in work:
-        check_same(job.run, job.directory)
+        if is_begun(job.directory):
+            check_same(job.run, job.directory)
     os.environ["ESPFORMER_REVISION"] = revision() or ""  # of the code that is loaded now
     try:
         failed = do_all(work, jobs, console, launch.by_command)

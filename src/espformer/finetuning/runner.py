@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from lightning.pytorch import Trainer
 from safetensors.torch import load, save
 
@@ -35,7 +34,7 @@ from espformer.training.records import (
     only_one,
     read_results,
 )
-from espformer.training.runner import make_trainer, score_percent
+from espformer.training.runner import described, is_begun, make_trainer, score_percent
 from espformer.training.strict import plain
 
 __all__ = ["execute", "fit_shared_head", "head_file"]
@@ -84,20 +83,20 @@ def execute(
     check_directory(directory)
     with only_one(directory / ".lock"):
         finished = read_results(directory)
-        check_same(run, directory)
+        if is_begun(directory):
+            check_same(run, directory)
         if finished is not None:
             return finished
-        text = yaml.safe_dump(plain(run), sort_keys=False, allow_unicode=True)
-        write_atomically(directory / "config.yaml", text)
         identity = {
             "recipe": run.recipe,
             "mechanism": run.label,
             "setting": run.setting,
             "seed": run.seed,
         }
-        results = identity | _train(run, directory, head, progress)
-        results |= {**conditions(), "config": plain(run)}
-        write_atomically(directory / "results.json", json.dumps(results, indent=1) + "\n")
+        with described(run, directory):
+            results = identity | _train(run, directory, head, progress)
+            results |= {**conditions(), "config": plain(run)}
+            write_atomically(directory / "results.json", json.dumps(results, indent=1) + "\n")
         _keep_weights_alone(directory)
     return results
 

@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,7 +53,7 @@ from espformer.training.specs import mechanism_uses_esp
 from espformer.training.strict import plain
 from espformer.training.throughput import beside_softmax, in_words
 
-__all__ = ["execute", "make_trainer", "score_percent"]
+__all__ = ["described", "execute", "is_begun", "make_trainer", "score_percent"]
 
 T = TypeVar("T")
 
@@ -76,23 +76,49 @@ def execute(
         check_directory(directory)
     with only_one(directory / ".lock") if first else contextlib.nullcontext():
         finished = read_results(directory)
-        check_same(run, directory)
+        if is_begun(directory):
+            check_same(run, directory)
         if finished is not None:
             return finished
-        if first:
-            text = yaml.safe_dump(plain(run), sort_keys=False, allow_unicode=True)
-            write_atomically(directory / "config.yaml", text)
-        if isinstance(run, TimingRun):
-            from espformer.training.timing import time_mechanism
+        with described(run, directory) if first else contextlib.nullcontext():
+            if isinstance(run, TimingRun):
+                from espformer.training.timing import time_mechanism
 
-            results = time_mechanism(run)
-        else:
-            assert isinstance(run, TrainingRun)
-            results = _train(run, directory, output, progress)
-        results = {**_identity(run), **results, **conditions(), "config": plain(run)}
-        if first:
-            write_atomically(directory / "results.json", json.dumps(results, indent=1) + "\n")
+                results = time_mechanism(run)
+            else:
+                assert isinstance(run, TrainingRun)
+                results = _train(run, directory, output, progress)
+            results = {**_identity(run), **results, **conditions(), "config": plain(run)}
+            if first:
+                write_atomically(directory / "results.json", json.dumps(results, indent=1) + "\n")
     return results
+
+
+def is_begun(directory: Path) -> bool:
+    """Whether there is work of a run in a directory: a checkpoint, or results."""
+    return (directory / "results.json").exists() or any(directory.glob("*.ckpt"))
+
+
+@contextlib.contextmanager
+def described(run: Run, directory: Path) -> Iterator[None]:
+    """Keep `config.yaml` in the directory of a run, for whose work it speaks.
+
+    A run that fails before its first checkpoint leaves the directory free for other settings.
+    """
+    if not is_begun(directory):
+        _forget(directory)
+    text = yaml.safe_dump(plain(run), sort_keys=False, allow_unicode=True)
+    write_atomically(directory / "config.yaml", text)
+    try:
+        yield
+    finally:
+        if not is_begun(directory):
+            _forget(directory)
+
+
+def _forget(directory: Path) -> None:
+    for name in ("config.yaml", "start.json"):
+        (directory / name).unlink(missing_ok=True)
 
 
 def _train(
