@@ -50,6 +50,22 @@ def test_against_dense(dtype: torch.dtype, options: dict[str, Any]) -> None:
     assert max(errors.values()) <= TOLERANCE[dtype], errors
 
 
+@pytest.mark.parametrize("metric", ["absolute", "squared"])
+@pytest.mark.parametrize("width", [0.1, 1e-2, 1e-3])
+def test_the_gradient_of_the_temperature(width: float, metric: str) -> None:
+    """Several chunks, whose forces on each other cancel in it where the sort is sharp."""
+    t = width if metric == "absolute" else width**2
+    query, key, value, upstream = torch.randn(4, 2, 2, 256, 64, device="cuda").bfloat16()
+    found = []
+    for backend, dtype in (("triton", torch.bfloat16), ("dense", torch.float64)):
+        temperature = torch.full((2,), t, device="cuda", dtype=torch.float64).requires_grad_()
+        tokens = (x.to(dtype) for x in (query, key, value))
+        out = espformer.esp_attention(*tokens, sort_temperature=temperature, metric=metric,
+                                      backend=backend)  # fmt: skip
+        found.append(torch.autograd.grad(out, temperature, upstream.to(dtype))[0])
+    torch.testing.assert_close(*found, rtol=0, atol=0.05 * float(found[1].abs().max()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 def test_more_keys_than_queries(dtype: torch.dtype) -> None:
     errors = relative_errors(dtype, 100, 150, 32, "dense")

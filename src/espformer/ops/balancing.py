@@ -8,7 +8,7 @@ square root, ω = 1/2, only halves the error), and the best sequence of n steps 
 inverses of the Chebyshev nodes of [1, 2], which divides the error by ``T_n(3) ≈ 5.83^n / 2``. Eight
 steps leave about 1e-6 in the row sums of normal numbers, at every temperature and for both metrics,
 and at worst, where most numbers are equal, less than 5e-5 (up to 65,536 of them); eight plain
-square roots leave 1e-3.
+square roots leave some 1e-3.
 """
 
 from __future__ import annotations

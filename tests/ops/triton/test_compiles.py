@@ -77,14 +77,14 @@ def build_chunks(table, row, chunk, alone=False, width=64):
         build(cross_kernel, more, **tokens)
         scales = dict(TOTALS=None, D_SCALE=None)
         final = dict(D_FINAL=None) if even else {}
-        none = dict(G=None, G_STATES=None, D_VALUES=None, D_FINAL=None)
+        none = dict(G=None, G_STATES=None, D_VALUES=None, D_FINAL=None, STRETCH=None)
         build(apply_kernel, more | none | scales, **tokens)
         build(apply_kernel, more | final | dict(OUT=None), **tokens)
-        build(apply_kernel, more | final | scales, **tokens)
+        build(apply_kernel, more | final | scales | dict(STRETCH=None), **tokens)
         every = build(apply_kernel, more | final | dict(TOTALS=None), **tokens)
-        if width > 32:  # slope, dots and the factor's live through all blocks of columns
+        if width > 32:  # slope, dots, stretch and the factor's live through all blocks of columns
             carried = every.asm["ttir"].split("scf.for")[1].split("->")[1].split("{")[0]
-            assert carried.count("tensor<") == (2 if even else 3), carried
+            assert carried.count("tensor<") == (3 if even else 4), carried
 
 
 # As they are launched: whole rows, two states, bounded registers.
@@ -92,9 +92,11 @@ base = dict(COMPLEX=False, ROWS=2, BLOCK_D=64, D=64, SPAN=64, C=64)
 base |= dict(TABLE=state_table("absolute", False), EVEN=True, ATOMIC=True, FIRST=None, FINAL=None)
 rows = dict(X="*bf16", G="*bf16", X_STATES="*bf16", W_STATES="*bf16", G_STATES="*bf16")
 none = dict(G=None, G_STATES=None, D_VALUES=None, D_FINAL=None, TOTALS=None, D_SCALE=None)
+none |= dict(STRETCH=None)
 build(apply_kernel, base | none, registers=REGISTERS["absolute"]["rows"], **rows)
 every = dict(ROWS=4, D_FINAL=None, TOTALS=None)
 build(apply_kernel, base | every, registers=REGISTERS["absolute"]["all"], **rows)
+build(apply_kernel, base | every | dict(STRETCH=None), **rows)
 build(apply_kernel, base | every | dict(C=16, EVEN=False), warps=1, **rows)
 scan = dict(BLOCK_R=1, AHEAD=8, EXACT=False, THROUGH=True, ENDS=None, SURVEY=False)
 build(scan_kernel, base | scan, warps=1, STATES="*bf16", FROM="*bf16")
@@ -164,4 +166,4 @@ def test_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert len(run.stdout.splitlines()) == 131
+    assert len(run.stdout.splitlines()) == 132

@@ -114,7 +114,7 @@ def test_plans(metric: str, batch: int, slices: int, ranks: int, width: int, t: 
 
     dx, dg = torch.zeros_like(keys.rows), torch.zeros_like(queries.rows)
     ranked = torch.full((5, batch, slices, ranks), torch.nan, device=DEVICE).unbind()
-    found = Gradients(torch.full_like(weight, torch.nan), *ranked)
+    found = Gradients(*torch.full((2, *weight.shape), torch.nan, device=DEVICE), *ranked)
     plans.grad(queries.rows, keys.rows, weight, dx, dg, found)
     each = weight.double().unsqueeze(-1)
     dots = (y * z).sum(-1) * each
@@ -124,6 +124,8 @@ def test_plans(metric: str, batch: int, slices: int, ranks: int, width: int, t: 
     close(found.weight, totals)
     close(found.key_values, keys.slopes(x, p) * each)
     close(found.query_values, queries.slopes(g, w) * each)
+    stretch = (keys.values * found.key_values + queries.values * found.query_values).sum(-1)
+    close(found.width, stretch.double() / keys.rates.double().view(-1, 1))
     close(found.scale, dots)
     close(ranked[3], (x * kp).sum(-1) * each / keys.factor)
     close(ranked[4], (g * kw).sum(-1) * each / queries.factor)

@@ -12,6 +12,10 @@ small matrices ``M = W gᵀ`` of a chunk and ``W statesᵀ`` hold everything els
     gradient of `final`:            Σ_j κ_q_nj M_jn  over `final` of rank n.
 
 Columns are summed by the tensor cores, and κ' is never rounded.
+
+The gradient of the inverse width is ``Σ_n s_n ds_n``, in which forces cancel. It is added up pair
+by pair: what is between two numbers of a chunk, and, of the way to a number in another chunk, what
+lies in this one. :class:`espformer.ops.triton.launch.PlanKernels` adds the way over whole chunks.
 """
 
 from __future__ import annotations
@@ -22,16 +26,19 @@ import triton.language as tl
 from espformer.ops.triton.chunks import (
     COUNTS,
     gap_slope,
+    gap_unit,
     leaving,
     load_ranks,
     load_states,
     near,
+    number,
     on_states,
     place,
     side,
     spread,
     transposed_product,
     waves,
+    ways,
 )
 from espformer.ops.triton.instructions import roomy
 from espformer.ops.triton.rows import add_rows, load_rows
@@ -46,7 +53,7 @@ def over(x, y):
 @triton.jit(do_not_specialize=COUNTS)
 def apply_kernel(
     X, K_ORDER, FIRST, K_S, Q_ORDER, FINAL, Q_S, SCALE, TABLE: tl.constexpr, INVERSE_WIDTH,
-    WEIGHT, X_STATES, W_STATES, OUT, G, G_STATES, D_VALUES, D_FINAL, D_SCALE, TOTALS,
+    WEIGHT, X_STATES, W_STATES, OUT, G, G_STATES, D_VALUES, D_FINAL, D_SCALE, TOTALS, STRETCH,
     N, KEYS, QUERIES, HEADS, L, CHUNKS, START, COUNT, D: tl.constexpr, COMPLEX: tl.constexpr,
     ROWS: tl.constexpr, ATOMIC: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr,
     SPAN: tl.constexpr, C: tl.constexpr,
@@ -54,7 +61,8 @@ def apply_kernel(
     """Adds the plan of one slice, applied to the rows of the keys, to the rows of the queries: OUT.
 
     With rows G: the gradients of ``weight · ⟨g, plan x⟩`` in the queries' numbers and,
-    with D_FINAL and D_SCALE, in these; TOTALS gets ``⟨g, plan x⟩`` without the weight, by chunk.
+    with D_FINAL and D_SCALE, in these; TOTALS gets ``⟨g, plan x⟩`` without the weight, by chunk,
+    and STRETCH what the gradient of the inverse width owes to the chunk.
     """
     pair, head, chunk = place(HEADS, L, START, COUNT)
     begin = chunk * SPAN
@@ -86,6 +94,7 @@ def apply_kernel(
     slope = tl.zeros((C,), tl.float32)
     dots = tl.zeros((C,), tl.float32)
     final_dots = tl.zeros((C,), tl.float32)
+    stretch = tl.zeros((C,), tl.float32)
     for start in tl.range(0, D, BLOCK_D, num_stages=1):
         d = start + tl.arange(0, BLOCK_D)
         x = load_rows(X, FIRST, keys, n, N, d, D, EVEN)
@@ -94,11 +103,11 @@ def apply_kernel(
         if G is not None:
             g = roomy(load_rows(G, FINAL, queries, n, N, d, D, EVEN))
             g_states = load_states(G_STATES, chunk, d, D, ROWS)
-        k, _ = near(s, first, x, inverse_width, COMPLEX, exact)
+        k, _ = near(s, first, last, x, inverse_width, COMPLEX, exact)
         leave = leaving(TABLE, s, first, last, inverse_width, x, x_states, COMPLEX, ROWS)
         w = spread(k, x, leave, x_states, COMPLEX, ROWS)
         w = (w * early_scale[:, None]).to(roomy(x).dtype)
-        k, gap = near(t, t_first, x, inverse_width, COMPLEX, exact)
+        k, gap = near(t, t_first, t_last, x, inverse_width, COMPLEX, exact)
         leave = leaving(TABLE, t, t_first, t_last, inverse_width, x, x_states, COMPLEX, ROWS)
         if G is not None:
             m = transposed_product(w, g)
@@ -107,7 +116,10 @@ def apply_kernel(
             if D_FINAL is not None:
                 final_dots -= tl.sum(k * m, 1)
             m = transposed_product(g, w, m)
-            slope += tl.sum(gap_slope(k, gap, COMPLEX) * m, 1)
+            force = gap_slope(k, gap, COMPLEX) * m
+            slope += tl.sum(force, 1)
+            if STRETCH is not None:  # a pair is seen from both sides
+                stretch -= tl.sum(force * gap, 1) * (0.5 / gap_unit(inverse_width, COMPLEX))
             if D_FINAL is not None:
                 final_dots += tl.sum(k * m, 1)
             if ROWS > 0:
@@ -120,7 +132,11 @@ def apply_kernel(
                 wave = waves(
                     TABLE, t, t_first, t_last, inverse_width, "slope", COMPLEX, ROWS, exact
                 )
-                slope += tl.sum(wave * (far + behind), 1)
+                pull = wave * (far + behind)
+                slope += tl.sum(pull, 1)
+                if STRETCH is not None:
+                    before = number(Q_S + ranks, begin - 1, N)
+                    stretch += tl.sum(pull * ways(t, before, t_last, COMPLEX, ROWS), 1)
         if OUT is not None:
             y = spread(k, w, leave * early, w_states, COMPLEX, ROWS)
             add_rows(OUT, FINAL, y * late, queries, pair, head, n, N, QUERIES, d, D, ATOMIC, EVEN)
@@ -132,6 +148,8 @@ def apply_kernel(
             tl.store(D_FINAL + ranks + n, over(final_dots * late, factor), mask=inside)
         if TOTALS is not None:
             tl.store(TOTALS + pair * CHUNKS + chunk, tl.sum(dots, 0))
+        if STRETCH is not None:
+            tl.store(STRETCH + pair * CHUNKS + chunk, tl.sum(stretch, 0) * late)
         if D_SCALE is not None:
             tl.store(D_SCALE + ranks + n, over(dots * late, scale), mask=inside)
 
@@ -170,10 +188,10 @@ def cross_kernel(
         g = load_rows(G, FINAL, queries, n, N, d, D, EVEN)
         x_states = load_states(X_STATES, chunk, d, D, ROWS)
         g_states = load_states(G_STATES, chunk, d, D, ROWS)
-        k, _ = near(s, first, x, inverse_width, COMPLEX, exact)
+        k, _ = near(s, first, last, x, inverse_width, COMPLEX, exact)
         leave = leaving(TABLE, s, first, last, inverse_width, x, x_states, COMPLEX, ROWS)
         y = spread(k, x, leave, x_states, COMPLEX, ROWS)
-        k, _ = near(t, t_first, x, inverse_width, COMPLEX, exact)
+        k, _ = near(t, t_first, t_last, x, inverse_width, COMPLEX, exact)
         leave = leaving(TABLE, t, t_first, t_last, inverse_width, x, x_states, COMPLEX, ROWS)
         z = spread(k, g, leave, g_states, COMPLEX, ROWS)
         dots += tl.sum(y * z, 1)

@@ -89,17 +89,24 @@ def side(S, ORDER, start, N, C: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def near(s, first, rows, inverse_width, COMPLEX: tl.constexpr, EXACT: tl.constexpr):
+def gap_unit(inverse_width, COMPLEX: tl.constexpr):
+    """What differences of numbers are multiplied by, so that κ is a power of two."""
+    return inverse_width * (ROOT_LOG2E if COMPLEX else LOG2E)
+
+
+@triton.jit
+def near(s, first, last, rows, inverse_width, COMPLEX: tl.constexpr, EXACT: tl.constexpr):
     """κ within a chunk, and the scaled differences ``s_j - s_n`` that it is a function of.
 
-    To scale numbers before they are subtracted saves an instruction per entry, and the last bits.
-    `rows` are any rows of the chunk, for the layout.
+    To scale numbers before they are subtracted saves an instruction per entry and costs the last
+    bits. They are measured from the number nearest to zero, where floats are densest: so it costs
+    no more than that, whatever else is in the chunk. `rows` are any rows of it, for the layout.
     """
-    rate = inverse_width * (ROOT_LOG2E if COMPLEX else LOG2E)  # for a power of two
+    rate = gap_unit(inverse_width, COMPLEX)
     if EXACT:
         gap = (s[None, :] - s[:, None]) * rate
     else:
-        s = times(s - first, rate)
+        s = times(s - tl.minimum(tl.maximum(first, 0.0), last), rate)
         gap = s[None, :] - s[:, None]
     if rows is not None:
         gap = like_product(gap, rows, rows)
@@ -120,6 +127,17 @@ def reach(s, first, last, inverse_width):
     """What is left of the left and of the right state at every rank, for the absolute metric."""
     rate = inverse_width * -LOG2E
     return exp2((s - first) * rate), exp2((last - s) * rate)
+
+
+@triton.jit
+def ways(s, before, last, COMPLEX: tl.constexpr, ROWS: tl.constexpr):
+    """From the end of the chunk before, for states from the left; to its own end, for the others.
+
+    (ranks, state rows); the latter with a minus, as forces on the two ends of a way are opposite.
+    """
+    r = tl.arange(0, STATE_ROWS)[None, :]
+    from_left = r < ROWS // 2 if COMPLEX else r % 2 == 0
+    return tl.where(from_left, (s - before)[:, None], (s - last)[:, None])
 
 
 @triton.jit

@@ -57,7 +57,7 @@ else:
 
     @triton.jit
     def fast_cosine(angle):
-        """Cosine, good to 2^-21 in one instruction."""
+        """Cosine in one instruction, good to 2^-21 up to π; beyond, what it multiplies decays."""
         return libdevice.fast_cosf(angle)
 
     @triton.jit

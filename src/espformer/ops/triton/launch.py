@@ -70,7 +70,8 @@ class Ranks(NamedTuple):
 class Gradients(NamedTuple):
     """Room for what the backward of plans finds; None where there is nothing to differentiate."""
 
-    weight: Tensor | None  # (batch, L); all others (batch, L, N)
+    weight: Tensor | None  # (batch, L)
+    width: Tensor | None  # (batch, L): of the inverse width; all others (batch, L, N)
     query_values: Tensor
     key_values: Tensor
     scale: Tensor
@@ -181,23 +182,33 @@ class PlanKernels:
         x_states = self._states(self.keys, x, self.queries, ties=True)
         g_states = self._states(self.queries, g, self.keys, ties=True)
         totals = None if found.weight is None else self._by_chunk(found.weight)
+        stretch = of_queries = of_keys = None
+        if found.width is not None:
+            stretch = self.scale.new_empty(2, self.batch, self.slices, self.chunks)
+            of_queries, of_keys = stretch.unbind(0)
         self._apply(
             self.keys, self.queries, x, weight, x_states, dg, g, g_states[0], found.query_values,
-            found.final, found.scale, totals,
+            found.final, found.scale, totals, of_queries,
         )  # fmt: skip
         self._apply(
             self.queries, self.keys, g, weight, g_states, dx, x, x_states[0], found.key_values,
-            found.first,
+            found.first, stretch=of_keys,
         )  # fmt: skip
         if totals is not None and self.chunks > 1:
             torch.sum(totals, -1, out=found.weight)
+        if found.width is not None and stretch is not None:
+            torch.sum(stretch, (0, -1), out=found.width)
+            if self.chunks > 1:
+                over = self._over_chunks(self.queries.values, x_states[1], g_states[0])
+                over += self._over_chunks(self.keys.values, g_states[1], x_states[0])
+                found.width.addcmul_(weight, over)
 
     def _apply(
         self, keys: Ranks, queries: Ranks, x: Tensor, weight: Tensor,
         states: tuple[Tensor | None, Tensor | None], out: Tensor | None, g: Tensor | None = None,
         g_states: Tensor | None = None, d_values: Tensor | None = None,
         d_final: Tensor | None = None, d_scale: Tensor | None = None,
-        totals: Tensor | None = None,
+        totals: Tensor | None = None, stretch: Tensor | None = None,
     ) -> None:  # fmt: skip
         """The plan from one side to the other, and with g its gradients on the other side."""
         name = "rows" if g is None else "grad" if out is None or d_scale is None else "all"
@@ -207,10 +218,41 @@ class PlanKernels:
             apply_kernel, name, x,
             x, keys.order, keys.factor, keys.values, queries.order, queries.factor,
             queries.values, self.scale, self.table, self.inverse_width, weight, *states, out,
-            g, g_states, d_values, d_final, d_scale, totals,
+            g, g_states, d_values, d_final, d_scale, totals, stretch,
             KEYS=x.shape[-2], QUERIES=rows.shape[-2],
             ROWS=self._rows(ties=g is not None), ATOMIC=out is None or out.dim() == 3,
         )  # fmt: skip
+
+    def _over_chunks(self, values: Tensor, x: Tensor | None, y: Tensor | None) -> Tensor:
+        """What the way over whole chunks gives to the gradient of the inverse width: (batch, L).
+
+        It is the force between what stands left and right of a chunk, known by the states of the
+        two operands, times the way from the end of the chunk before to its own.
+        """
+        assert x is not None
+        assert y is not None
+        first, last = values[..., :: self.chunk], values[..., self.chunk - 1 :: self.chunk]
+        if self.ranks % self.chunk:
+            last = torch.cat([last, values[..., -1:]], -1)
+        before = torch.cat([first[..., :1], last[..., :-1]], -1)
+        span = ((last - first) * self.inverse_width.view(-1, 1, 1)).clamp(max=40)
+        table = exponentials(self.metric, self.exact)
+        (x_left, x_right), (y_left, y_right) = self._sides(x), self._sides(y)
+        meeting = (x_left * y_right + y_left * x_right).sum(-1)
+        force = torch.zeros_like(span)
+        for r, (weight, pole) in enumerate(zip(table.weights, table.poles, strict=True)):
+            # Numbers of Python: a tensor made of them would be copied to the device.
+            passing = torch.exp(span * -pole) * meeting[..., r] * (-weight * pole)
+            force += passing.real if self.complex else passing
+        return (force * (last - before)).sum(-1)
+
+    def _sides(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """States from the left and from the right, (batch, L, chunks, poles, width)."""
+        if not self.complex:
+            return states[..., :1, :].float(), states[..., 1:2, :].float()
+        parts = states.unflatten(-2, (2, -1, 2))
+        left, right = torch.complex(parts[..., 0, :], parts[..., 1, :]).unbind(-3)
+        return left, right
 
     def _rows(self, ties: bool) -> int:
         """State rows of a chunk; none where one chunk has all ranks."""

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from espformer.ops.autograd import refuse_double_backward
-from espformer.ops.triton.column import width_gradient
 from espformer.ops.triton.launch import Gradients, PlanKernels
 from espformer.ops.triton.registration import operator
 
@@ -107,10 +106,11 @@ def _(query: Tensor, key: Tensor, query_values: Tensor, *_: Any) -> Tensor:
 
 
 def _new_gradients(
-    values: Tensor, first: Tensor | None, final: Tensor | None, weight: bool, factors: bool
-) -> list[Tensor]:
+    values: Tensor, first: Tensor | None, final: Tensor | None,
+    weight: bool, width: bool, factors: bool,
+) -> list[Tensor]:  # fmt: skip
     """Room for the fields of `Gradients`; empty where there is nothing to differentiate."""
-    sliced = [values.new_empty(values.shape[:2] if weight else 0)]
+    sliced = [values.new_empty(values.shape[:2] if x else 0) for x in (weight, width)]
     ranked = [values.new_empty(values.shape) for _ in range(3)]
     wanted = [factors and x is not None for x in (first, final)]
     return sliced + ranked + [values.new_empty(values.shape if x else 0) for x in wanted]
@@ -121,17 +121,17 @@ def plans_backward(
     upstream: Tensor, weight: Tensor, value: Tensor, query_values: Tensor, key_values: Tensor,
     query_order: Tensor, key_order: Tensor, inverse_width: Tensor, scale: Tensor,
     first: Tensor | None, final: Tensor | None, metric: str,
-    with_upstream: bool, with_factors: bool,
+    with_upstream: bool, with_factors: bool, with_width: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of ``Σ_l weight_l ⟨upstream, plan_l V⟩``.
 
     Returns dV, the fields of `Gradients`, and the gradient of `upstream`. That and the gradient of
-    the weight exclude each other; `first` and `final` have one `with_factors`. What is not there is
-    empty.
+    the weight exclude each other; `first` and `final` have one `with_factors`, the inverse width
+    `with_width`. What is not there is empty.
     """
     d_value = torch.zeros_like(value, dtype=torch.float32)
     d_upstream = torch.zeros_like(upstream, dtype=torch.float32) if with_upstream else None
-    found = _new_gradients(query_values, first, final, not with_upstream, with_factors)
+    found = _new_gradients(query_values, first, final, not with_upstream, with_width, with_factors)
     for group, plans in _groups(
         value, query_values, key_values, query_order, key_order, inverse_width, scale,
         first, final, metric, backward=True,
@@ -154,26 +154,20 @@ def _(
     upstream: Tensor, weight: Tensor, value: Tensor, query_values: Tensor, key_values: Tensor,
     query_order: Tensor, key_order: Tensor, inverse_width: Tensor, scale: Tensor,
     first: Tensor | None, final: Tensor | None, metric: str,
-    with_upstream: bool, with_factors: bool,
+    with_upstream: bool, with_factors: bool, with_width: bool,
 ) -> list[Tensor]:  # fmt: skip
     end = upstream.new_empty(upstream.shape) if with_upstream else value.new_empty(0)
-    found = _new_gradients(query_values, first, final, not with_upstream, with_factors)
+    found = _new_gradients(query_values, first, final, not with_upstream, with_width, with_factors)
     return [value.new_empty(value.shape), *found, end]
 
 
-def _plan_gradients(
-    plan: list[Any], found: list[Tensor], need_width: bool
-) -> tuple[Tensor | None, ...]:
+def _plan_gradients(found: list[Tensor]) -> tuple[Tensor | None, ...]:
     """Gradients of the plan, in the order of the operators' arguments."""
-    query_values, key_values, _, _, width, *_ = plan
-    d_query_values, d_key_values, d_scale, d_first, d_final = found
-    d_width = None
-    if need_width:
-        d_width = width_gradient(d_query_values, query_values, width)
-        d_width = d_width + width_gradient(d_key_values, key_values, width)
+    d_width, d_query_values, d_key_values, d_scale, *d_factors = found
+    d_first, d_final = (x if x.numel() else None for x in d_factors)
     return (
-        d_query_values, d_key_values, None, None, d_width, d_scale,
-        d_first if d_first.numel() else None, d_final if d_final.numel() else None, None,
+        d_query_values, d_key_values, None, None, d_width.sum(-1) if d_width.numel() else None,
+        d_scale, d_first, d_final, None,
     )  # fmt: skip
 
 
@@ -187,9 +181,10 @@ def _apply_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     value, weight, *plan = ctx.saved_tensors
     needs = ctx.needs_input_grad
     d_value, d_weight, *found, _ = plans_backward(
-        grads[0].to(value.dtype), weight, value, *plan, ctx.metric, False, any(needs[-3:-1])
-    )
-    return d_value, d_weight, None, *_plan_gradients(plan, found, needs[7])
+        grads[0].to(value.dtype), weight, value, *plan, ctx.metric, False, any(needs[-3:-1]),
+        needs[7],
+    )  # fmt: skip
+    return d_value, d_weight, None, *_plan_gradients(found)
 
 
 apply_plans.register_autograd(_apply_backward, setup_context=_apply_setup)
@@ -205,9 +200,9 @@ def _cross_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     query, key, *plan = ctx.saved_tensors
     needs = ctx.needs_input_grad
     d_key, _, *found, d_query = plans_backward(
-        query, grads[0], key, *plan, ctx.metric, True, any(needs[-3:-1])
+        query, grads[0], key, *plan, ctx.metric, True, any(needs[-3:-1]), needs[6]
     )
-    return d_query, d_key, *_plan_gradients(plan, found, needs[6])
+    return d_query, d_key, *_plan_gradients(found)
 
 
 cross_plans.register_autograd(_cross_backward, setup_context=_cross_setup)

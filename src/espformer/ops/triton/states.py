@@ -78,7 +78,7 @@ def sums_kernel(
             TABLE, t, t_first, t_last, inverse_width, "in", COMPLEX, ROWS, exact, after
         )
         x = load_rows(X, X_SCALE, tokens, n, N, tl.arange(0, BLOCK_D), D, EVEN)
-        k, _ = near(s, first, None, inverse_width, COMPLEX, exact)
+        k, _ = near(s, first, last, None, inverse_width, COMPLEX, exact)
         r = tl.arange(0, STATE_ROWS) - after
         kept = (r >= 0) & (r < ROWS)
         LINKS += (pair * CHUNKS + chunk) * ROWS * ROWS
