@@ -72,6 +72,17 @@ def test_commands_say_everything(recipe, tiny, tmp_path):
         assert part in text
 
 
+def test_other_settings_are_refused_only_where_work_would_be_lost(recipe, tiny, tmp_path):
+    """A description without a checkpoint is of a run that was killed before its first one."""
+    (job,) = plan(recipe, str(tiny), tmp_path, seeds=[0], only=["plain", "learnt"])
+    job.directory.mkdir(parents=True)
+    (job.directory / "config.yaml").write_text("data: {batch_size: 3}\n")
+    plan(recipe, str(tiny), tmp_path, seeds=[0], only=["plain", "learnt"])
+    (job.directory / "last.ckpt").touch()
+    with pytest.raises(RunError, match="other settings"):
+        plan(recipe, str(tiny), tmp_path, seeds=[0], only=["plain", "learnt"])
+
+
 def test_all_are_done_and_none_twice(jobs, tmp_path):
     assert do_fake(jobs, 2) == []
     assert sorted(order(tmp_path)) == ["espformer", "learnt", "transformer"]
