@@ -246,6 +246,23 @@ def test_a_comparison_by_the_command_line(encoder, texts, tmp_path, monkeypatch)
     assert "3 finished before, 0 to do" in command(encoder, texts, tmp_path, *options)
 
 
+def test_a_run_stopped_after_its_last_epoch_is_scored(encoder, texts, tmp_path, monkeypatch):
+    made = experiment(encoder, texts, "softmax")
+    whole = do(made, "softmax", tmp_path / "whole")
+    score = runner._score
+
+    def stop(name, *rest):
+        if name == "test":
+            raise RuntimeError("killed")
+        score(name, *rest)
+
+    monkeypatch.setattr(runner, "_score", stop)
+    with pytest.raises(RuntimeError, match="killed"):
+        do(made, "softmax", tmp_path / "stopped")
+    monkeypatch.setattr(runner, "_score", score)
+    assert do(made, "softmax", tmp_path / "stopped")["scores"] == whole["scores"]
+
+
 def test_an_interrupted_comparison_keeps_what_is_finished(encoder, texts, tmp_path, monkeypatch):
     from espformer.training import experiments
     from espformer.training.results import read_file

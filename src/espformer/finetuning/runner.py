@@ -141,6 +141,8 @@ def _train(run: FinetuneRun, directory: Path, head: Path, progress: bool | None)
     if weights.get("stored_in", ["F32"]) != ["F32"]:
         stored = " and ".join(weights["stored_in"])
         task.info["differences"].append(f"the model's weights were stored in {stored}")
+    if "valid/accuracy" not in trainer.callback_metrics:  # stopped after the last epoch
+        trainer.validate(learner, datamodule=data, verbose=False)
     scores["valid"] = 100 * float(trainer.callback_metrics["valid/accuracy"])
     _score("test", trainer, learner, data, scores, recalls)
     if run.harden:

@@ -47,6 +47,7 @@ class Data:
     def __post_init__(self) -> None:
         _positive(batch_size=self.batch_size, eval_batch_size=self.eval_batch_size)
         _positive(max_tokens=self.max_tokens)
+        _not_negative(workers=self.workers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,8 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         _positive(learning_rate=self.learning_rate, clip_norm=self.clip_norm)
+        _not_negative(weight_decay=self.weight_decay, momentum=self.momentum)
+        _not_negative(temperature_multiplier=self.temperature_multiplier)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
 
@@ -91,6 +94,7 @@ class Schedule:
         if self.name != "milestones" and self.milestones:
             raise ValueError(f"milestones belong to the schedule 'milestones', not '{self.name}'")
         _positive(factor=self.factor, warmup_steps=self.warmup_steps)
+        _not_negative(warmup_from=self.warmup_from, first_step=self.first_step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,8 +160,8 @@ class Trainer:
     def __post_init__(self) -> None:
         _positive(devices=self.devices, accumulate=self.accumulate)
         _positive(validate_every=self.validate_every, limit_batches=self.limit_batches)
-        if self.epochs < 0 or self.checkpoint_minutes < 0:
-            raise ValueError("epochs and checkpoint_minutes cannot be negative")
+        _positive(limit_eval_batches=self.limit_eval_batches)
+        _not_negative(epochs=self.epochs, checkpoint_minutes=self.checkpoint_minutes)
         if self.cuda_graph:
             for reason, met in (
                 ("devices=1 and strategy=auto", self.devices == 1 and self.strategy == "auto"),
@@ -218,6 +222,7 @@ class TrainingRun(Run):
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
+        _positive(beam=self.beam)
         if self.annealing is not None and self.straight_through is not None:
             raise ValueError("annealing and straight_through are two ways to one end: choose one")
         if self.trainer.strategy == "fsdp" and self.task == "translation":
@@ -260,6 +265,12 @@ class Grid:
     def __post_init__(self) -> None:
         if not self.seeds or not self.settings:
             raise ValueError("a grid has at least one seed and one setting")
+
+
+def _not_negative(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if not number >= 0:
+            raise ValueError(f"{name} cannot be negative, got {number}")
 
 
 def _positive(**values: float | None) -> None:

@@ -39,11 +39,11 @@ _RULES = """\
 ### How a claim is judged
 
 A claim is about the difference of two rows over pairs of runs with the same setting and seed, so
-the same first weights, batches and subsets. It sets a bar: 0 points for "is better", {margin} for
-"does no harm" or "loses nothing". It **held** where the 95 % interval of the mean difference lies
-above the bar, **did not hold** where it lies below, and is **not decided** where the bar is inside.
-The p is that of a paired, two-sided t-test of a difference at the bar, so p < 0.05 says the same as
-the interval.
+the same batches and subsets, and the same first weights where both rows have the same parameters.
+It sets a bar: 0 points for "is better", {margin} for "does no harm" or "loses nothing". It **held**
+where the 95 % interval of the mean difference lies above the bar, **did not hold** where it lies
+below, and is **not decided** where the bar is inside. The p is that of a paired, two-sided t-test
+of a difference at the bar, so p < 0.05 says the same as the interval.
 
 What these tests cannot say: intervals are about other seeds, not about other test data, which are
 the same in all runs. Three pairs lean on normal differences: a test without that assumption cannot

@@ -145,7 +145,7 @@ def _behind(results: list[Result]) -> list[str]:
         lines.append(cells)
     note = [
         "Mean distances of row and column sums from one, and entropy of a row over that of a",
-        "uniform one, on four test examples after the last epoch; matrices with negative entries,",
+        "uniform one, on four examples of the last evaluation; matrices with negative entries,",
         "which differential attention may have, are left out. Examples per second are those of",
         "training steps alone, of runs that may have shared the machine with others.",
     ]
@@ -235,7 +235,7 @@ def _differences(recipe: Recipe, table: Table, results: list[Result]) -> list[st
             asked = plain(recipe.run(label, setting, result["seed"]))
             for key, ours, here in changes(asked, result["config"]):
                 # A key that came later is not known to older results.
-                if here is not None or key.startswith(("mechanism", "model")):
+                if here is not None or key.startswith(("mechanism", "model", "data.set")):
                     changed[key, str(ours), str(here)].append(label)
     for (key, asked_for, here), labels in changed.items():
         which = sorted(set(labels))

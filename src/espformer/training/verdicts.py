@@ -43,12 +43,13 @@ def claim_sentences(recipe: Recipe, results: list[Result]) -> list[str]:
 
 def claims_table(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
     """All claims of a page, a line each, and how many held; nothing where there is none."""
-    rows, outcomes, afterwards = [], Counter[str](), 0
+    rows, outcomes, afterwards, better = [], Counter[str](), 0, 0
     for recipe, results in every:
         for claim, found in _compared(recipe, results):
             reached = verdict(claim, found)
             outcomes[reached.outcome] += 1
             afterwards += claim.post_hoc
+            better += claim.margin is None
             interval = "" if found.low is None else f" ({_interval(found)})"
             rows.append([
                 _SIGNS[reached.outcome],
@@ -65,8 +66,8 @@ def claims_table(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
         f"Of {count} claims, {outcomes['held']} held (✓), {outcomes['failed']} did not (✗), and "
         f"{outcomes['open']} are not decided (?); {afterwards} were asked after seeing these runs. "
         "Differences are in points, with 95 % intervals. No p is corrected for the number of "
-        f"claims: if nothing made a difference, {count / 20:.1f} of {count} would be decided by "
-        "chance."
+        f"claims: if nothing made a difference, {better / 20:.1f} of the {better} that something "
+        "is better would be decided by chance."
     )
     head = ["", "experiment", "claim", "verdict", "difference", "p"]
     return ["## Claims", "", *textwrap.wrap(counts, 100), "", *grid([head, *rows])]
