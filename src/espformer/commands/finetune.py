@@ -91,7 +91,6 @@ def finetune(
     from espformer.training.experiments import Job, do_all
     from espformer.training.records import check_same, run_directory
     from espformer.training.report import write_report
-    from espformer.training.runner import is_begun
 
     attentions = read_attentions(attention or ["softmax", "sinkhorn", "esp"])
     rates = learning_rate or [1e-4]
@@ -160,8 +159,7 @@ def finetune(
         for run in runs
     ]
     for job in work:
-        if is_begun(job.directory):
-            check_same(job.run, job.directory)
+        check_same(job.run, job.directory)
     os.environ["ESPFORMER_REVISION"] = revision() or ""  # of the code that is loaded now
     try:
         failed = do_all(work, jobs, console, launch.by_command)

@@ -34,7 +34,7 @@ from espformer.training.records import (
     only_one,
     read_results,
 )
-from espformer.training.runner import described, is_begun, make_trainer, score_percent
+from espformer.training.runner import described, make_trainer, score_percent
 from espformer.training.strict import plain
 
 __all__ = ["execute", "fit_shared_head", "head_file"]
@@ -83,8 +83,7 @@ def execute(
     check_directory(directory)
     with only_one(directory / ".lock"):
         finished = read_results(directory)
-        if is_begun(directory):
-            check_same(run, directory)
+        check_same(run, directory)
         if finished is not None:
             return finished
         identity = {

@@ -33,7 +33,7 @@ from espformer.training.errors import RunError
 from espformer.training.launch import Launch, Process
 from espformer.training.recipe import Recipe
 from espformer.training.records import check_same, read_results, run_directory
-from espformer.training.runner import is_begun, start_run
+from espformer.training.runner import start_run
 
 __all__ = ["Job", "do_all", "plan", "rough_work", "seed_by_seed"]
 
@@ -114,8 +114,7 @@ def _job(run: Run, source: str, output: Path, overrides: Sequence[str]) -> Job:
         *("--seed", str(run.seed), "--output", str(output), "--no-progress", *overrides),
     ]
     directory = run_directory(output, run)
-    if is_begun(directory):
-        check_same(run, directory)
+    check_same(run, directory)
     return Job(run, directory, arguments)
 
 

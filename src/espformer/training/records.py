@@ -25,6 +25,7 @@ __all__ = [
     "conditions",
     "device_name",
     "differences",
+    "is_begun",
     "is_first_process",
     "only_one",
     "read_results",
@@ -65,10 +66,15 @@ def read_results(directory: Path) -> dict[str, Any] | None:
     return results
 
 
+def is_begun(directory: Path) -> bool:
+    """Whether there is work of a run in a directory: a checkpoint, or results."""
+    return (directory / "results.json").exists() or any(directory.glob("*.ckpt"))
+
+
 def check_same(run: Run, directory: Path) -> None:
-    """Refuse a directory that holds a run with other settings."""
+    """Refuse a directory that holds work of a run with other settings."""
     path = directory / "config.yaml"
-    if not path.exists():
+    if not (path.exists() and is_begun(directory)):
         return
     try:
         there = yaml.safe_load(path.read_text(encoding="utf-8"))

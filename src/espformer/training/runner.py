@@ -44,6 +44,7 @@ from espformer.training.records import (
     conditions,
     device_name,
     differences,
+    is_begun,
     is_first_process,
     only_one,
     read_results,
@@ -53,7 +54,7 @@ from espformer.training.specs import mechanism_uses_esp
 from espformer.training.strict import plain
 from espformer.training.throughput import beside_softmax, in_words
 
-__all__ = ["described", "execute", "is_begun", "make_trainer", "score_percent"]
+__all__ = ["described", "execute", "make_trainer", "score_percent"]
 
 T = TypeVar("T")
 
@@ -76,8 +77,7 @@ def execute(
         check_directory(directory)
     with only_one(directory / ".lock") if first else contextlib.nullcontext():
         finished = read_results(directory)
-        if is_begun(directory):
-            check_same(run, directory)
+        check_same(run, directory)
         if finished is not None:
             return finished
         with described(run, directory) if first else contextlib.nullcontext():
@@ -92,11 +92,6 @@ def execute(
             if first:
                 write_atomically(directory / "results.json", json.dumps(results, indent=1) + "\n")
     return results
-
-
-def is_begun(directory: Path) -> bool:
-    """Whether there is work of a run in a directory: a checkpoint, or results."""
-    return (directory / "results.json").exists() or any(directory.glob("*.ckpt"))
 
 
 @contextlib.contextmanager
