@@ -53,13 +53,13 @@ format: $(STAMP) ## rewrite the sources in the project's style
 	$(BIN)/python -m ruff format .
 
 demo: $(STAMP) ## train five attentions on digits; table here, page in demo-output/report.html
-	MPLBACKEND=Agg $(BIN)/python -m espformer.demo
+	MPLBACKEND=Agg $(BIN)/python -m espformer.lab.demo
 
 bench: $(STAMP) ## time the mechanisms on this machine's CPU
 	$(BIN)/python -m benchmarks.cpu
 
 bench-gpu: $(STAMP) ## time the kernels and their peers on a GPU; results go to benchmarks/results/
-	$(BIN)/python -m espformer.bench targets paper long
+	$(BIN)/python -m espformer.lab.bench targets paper long
 
 clean: ## remove caches, build products and demo-output/ (keeps .venv)
 	rm -rf build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -1,6 +1,6 @@
 """Benchmarks that print one table and refuse to call a wrong result fast.
 
-- :mod:`espformer.bench`: what ``espformer bench`` and ``make bench-gpu`` run, in the package;
+- :mod:`espformer.lab.bench`: what ``espformer bench`` and ``make bench-gpu`` run, in the package;
 - :mod:`benchmarks.measure`: clocks and the table of the CPU;
 - :mod:`benchmarks.memory`: peak memory of one call, in a process of its own;
 - :mod:`benchmarks.cpu`: what ``make bench`` runs.

@@ -27,7 +27,7 @@ from benchmarks.measure import (
 )
 from benchmarks.memory import peak_memory
 from espformer import functional
-from espformer.bench.cases import largest_error
+from espformer.lab.bench.cases import largest_error
 
 METRICS, BALANCES = ("absolute", "squared"), ("rows", "both")
 WIDTH = 64

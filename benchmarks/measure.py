@@ -13,8 +13,8 @@ from statistics import median
 
 import torch
 
-from espformer.bench.conditions import machine
-from espformer.bench.report import aligned_table, markdown_table
+from espformer.lab.bench.conditions import machine
+from espformer.lab.bench.report import aligned_table, markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 

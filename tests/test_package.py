@@ -17,30 +17,18 @@ MAX_LINES = 450
 # From the bottom up. A component imports from the layers below its own; only those of the top
 # layer may also import each other, and the public names of `espformer` itself.
 LAYERS = (
-    {"_version", "revision"},
     {"ops"},
     {"functional"},
     {"nn"},
     {"models", "integrations"},
-    {
-        "data",
-        "training",
-        "finetuning",
-        "exporting",
-        "plots",
-        "report",
-        "bench",
-        "commands",
-        "cli",
-        "demo",
-    },
+    {"lab"},
 )
 HEIGHT = {component: height for height, layer in enumerate(LAYERS) for component in layer}
 TOP = len(LAYERS) - 1
 
 
 def component_of(module: str) -> str:
-    """`ops` for `espformer.ops.esp`, nothing for `espformer` itself."""
+    """`ops` for `espformer.ops.esp.linear`, nothing for `espformer` itself."""
     return module.split(".")[1] if "." in module else ""
 
 
@@ -149,7 +137,7 @@ def test_core_needs_torch_alone():
         import espformer
 
         root = pathlib.Path(espformer.__file__).parent
-        for pattern in ("ops/*.py", "functional*.py", "nn/**/*.py", "models/**/*.py"):
+        for pattern in ("ops/*.py", "ops/*/*.py", "functional*.py", "nn/**/*.py", "models/**/*.py"):
             for path in sorted(root.glob(pattern)):
                 module = ".".join(path.relative_to(root.parent).with_suffix("").parts)
                 importlib.import_module(module.removesuffix(".__init__"))
@@ -168,11 +156,11 @@ def test_imports_point_downwards(path):
 @pytest.mark.parametrize(
     ("file", "statement", "allowed"),
     [
-        ("ops/esp.py", "from espformer.ops.coupling import quantile", True),
-        ("ops/esp.py", "from .coupling import quantile", True),
-        ("ops/triton/apply.py", "from ..esp import apply_plans", True),
-        ("ops/esp.py", "from .. import functional", False),
-        ("ops/esp.py", "def late():\n    import espformer.nn", False),
+        ("ops/esp/linear.py", "from espformer.ops.esp.coupling import quantile", True),
+        ("ops/esp/linear.py", "from .coupling import quantile", True),
+        ("ops/esp/triton/apply.py", "from ..linear import apply_plans", True),
+        ("ops/esp/linear.py", "from ... import functional", False),
+        ("ops/esp/linear.py", "def late():\n    import espformer.nn", False),
         ("functional/esp.py", "from ..ops import esp", True),
         ("functional/esp.py", "from espformer.functional.arguments import make_problem", True),
         ("functional/esp.py", "from .. import nn", False),
@@ -182,8 +170,10 @@ def test_imports_point_downwards(path):
         ("models/vit.py", "from espformer.nn.attention import Attention", True),
         ("models/vit.py", "from espformer.integrations import timm", False),
         ("integrations/timm.py", "import timm", True),
-        ("training/module.py", "from espformer.plots import maps", True),
-        ("cli.py", "import espformer", True),
+        ("models/vit.py", "from espformer.lab.data import digits", False),
+        ("integrations/onnx.py", "import espformer.lab.revision", False),
+        ("lab/training/module.py", "from espformer.lab.plots import maps", True),
+        ("lab/cli.py", "import espformer", True),
         ("helpers.py", "import torch", False),
     ],
 )

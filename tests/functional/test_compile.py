@@ -58,7 +58,7 @@ GROUPED = {
 @pytest.mark.parametrize("case", GROUPED.values(), ids=GROUPED)
 def test_many_groups_of_slices_are_one_operator(case, monkeypatch):
     """A backward that computes groups again cannot be traced: it stays inside."""
-    monkeypatch.setattr("espformer.ops.esp.GROUP_ELEMENTS", 400)
+    monkeypatch.setattr("espformer.ops.esp.linear.GROUP_ELEMENTS", 400)
     options = {"inverse_temperature": 0.7, "backend": "linear", **case}
     compiled_is_eager(monkeypatch, "aot_eager", **options)
 

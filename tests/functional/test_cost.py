@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from espformer import esp_attention
-from espformer.ops import esp
+from espformer.ops.esp import linear
 from tests.compare import COUPLINGS, differentiate
 
 TOKENS = 2048
@@ -67,7 +67,7 @@ def test_nor_in_cross_attention(coupling, hard):
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 def test_twice_the_tokens_take_twice_the_room(options, monkeypatch):
-    monkeypatch.setattr(esp, "GROUP_ELEMENTS", 1 << 40)
+    monkeypatch.setattr(linear, "GROUP_ELEMENTS", 1 << 40)
     small, large = sizes(TOKENS // 2, **options), sizes(TOKENS, **options)
     assert large.largest <= 2.1 * small.largest, large.by
     # All tensors ever made stand for time: states are handed on in log2(N / 32) steps.
@@ -80,7 +80,7 @@ def test_the_guard_sees_a_dense_matrix():
 
 def test_slices_are_worked_on_in_groups(monkeypatch):
     """Eight times the slices, and no tensor but those of one number per rank grows with them."""
-    monkeypatch.setattr(esp, "GROUP_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(linear, "GROUP_ELEMENTS", 1 << 12)
     few = sizes(512, slices=torch.randn(2, 3))
     many = sizes(512, slices=torch.randn(16, 3))
     assert many.largest <= max(few.largest, 2 * 16 * 512), many.by

@@ -43,7 +43,7 @@ def test_self_attention(backend, metric, balance, tau):
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("balance", BALANCES)
 def test_across_chunks(metric, balance, monkeypatch):
-    from espformer.ops import sorted_kernel
+    from espformer.ops.esp import sorted_kernel
 
     monkeypatch.setattr(sorted_kernel, "CHUNK", 2)
     check(inputs(n=5), metric=metric, balance=balance, inverse_temperature=1.0, backend="linear")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from espformer import esp_attention
-from espformer.ops.problem import Problem
+from espformer.ops.esp.problem import Problem
 from tests.compare import differentiate, tokens
 
 BACKENDS = ("linear", "dense")

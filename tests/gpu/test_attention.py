@@ -194,7 +194,7 @@ def test_balanced_long_sequences(metric: str) -> None:
 
 
 def test_half_precision_ranks_like_a_stable_sort() -> None:
-    from espformer.ops.triton.ranking import rank_halves
+    from espformer.ops.esp.triton.ranking import rank_halves
 
     x = torch.randn(3, 1000, 5, device="cuda").to(torch.bfloat16)
     values, order = rank_halves(x, None, 0.5)

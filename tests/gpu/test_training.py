@@ -39,7 +39,7 @@ MECHANISMS = [
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    from espformer.training import load_recipe
+    from espformer.lab.training import load_recipe
 
     monkeypatch.setenv("ESPFORMER_CACHE", str(tmp_path / "cache"))
     (tmp_path / "tiny.yaml").write_text(RECIPE, encoding="utf-8")
@@ -49,7 +49,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts how often a step is recorded: a run without any would prove nothing."""
-    from espformer.training.graphs import CudaRecorder
+    from espformer.lab.training.graphs import CudaRecorder
 
     record, made = CudaRecorder.record, []
 
@@ -63,10 +63,10 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def train(recipe: Any, label: str, directory: Path, *overrides: str) -> dict[str, Any]:
     """The last checkpoint of a run, with its results, its curves and the weights it began with."""
-    from espformer.training.assemble import load_task, make_learner
-    from espformer.training.checkpoints import read_checkpoint
-    from espformer.training.figures import read_curves
-    from espformer.training.runner import execute
+    from espformer.lab.training.assemble import load_task, make_learner
+    from espformer.lab.training.checkpoints import read_checkpoint
+    from espformer.lab.training.figures import read_curves
+    from espformer.lab.training.runner import execute
 
     run = recipe.run(label, overrides=overrides)
     results = execute(run, directory, progress=False)
@@ -137,8 +137,8 @@ def test_annealed_and_resumed(
     recipe: Any, tmp_path: Path, recordings: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """t falls before each of four epochs; a kill in the third; the last batch is smaller."""
-    from espformer.training.checkpoints import AtomicCheckpointIO
-    from tests.training.test_resume import copy_at
+    from espformer.lab.training.checkpoints import AtomicCheckpointIO
+    from tests.lab.training.test_resume import copy_at
 
     more = [
         *("annealing.factor=0.5", "trainer.epochs=4", "trainer.checkpoint_minutes=0"),
@@ -164,8 +164,8 @@ def test_texts_of_several_widths(
     recipe: Any, tmp_path: Path, recordings: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One recording for each width of a batch, with masks."""
-    import espformer.data
-    from espformer.data import Task, TensorSet
+    import espformer.lab.data
+    from espformer.lab.data import Task, TensorSet
 
     generator = torch.Generator().manual_seed(0)
     lengths = torch.cat([torch.full((160,), 9), torch.full((160,), 17)])
@@ -173,7 +173,7 @@ def test_texts_of_several_widths(
     tokens[torch.arange(24) >= lengths[:, None]] = 0
     texts = TensorSet(tokens, tokens[:, 0].long() % 2, lengths)
     task = Task("texts", texts, texts, classes=2, info={"vocabulary_size": 40, "max_length": 24})
-    monkeypatch.setattr(espformer.data, "load", lambda name, **options: task)
+    monkeypatch.setattr(espformer.lab.data, "load", lambda name, **options: task)
     model = "{text_classifier: {dim: 32, depth: 1, heads: 2, mlp_dim: 32, dropout: 0.1}}"
     more = ["data={set: tweeteval, batch_size: 4}", f"model={model}", "trainer.limit_batches=60"]
     plain = train(recipe, "absolute", tmp_path / "plain", *more)
@@ -183,8 +183,8 @@ def test_texts_of_several_widths(
 
 
 def test_a_data_set_that_fits_lies_on_the_device(recipe: Any) -> None:
-    from espformer.training.assemble import TaskData, load_task, make_learner
-    from espformer.training.runner import make_trainer
+    from espformer.lab.training.assemble import TaskData, load_task, make_learner
+    from espformer.lab.training.runner import make_trainer
 
     run = recipe.run("softmax")
     task = load_task(run)
@@ -197,7 +197,7 @@ def test_a_data_set_that_fits_lies_on_the_device(recipe: Any) -> None:
 
 def test_steps_do_not_wait_for_the_device(recipe: Any, tmp_path: Path) -> None:
     """Nothing between two steps reads from the GPU, recorded or not."""
-    from espformer.training.learner import Learner
+    from espformer.lab.training.learner import Learner
 
     begin, end = Learner.on_train_batch_start, Learner.on_train_epoch_end
     counted = {"steps": 0}
@@ -231,7 +231,7 @@ def test_forked_runs_use_the_device(recipe: Any, tmp_path: Path) -> None:
 
     from rich.console import Console
 
-    from espformer.training.experiments import do_all, plan
+    from espformer.lab.training.experiments import do_all, plan
 
     overrides = ["trainer.cuda_graph=true", "trainer.epochs=1"]
     source = str(tmp_path / "tiny.yaml")

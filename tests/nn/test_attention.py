@@ -138,7 +138,7 @@ def test_masks_of_both_sides():
 @pytest.mark.parametrize("differential", [False, True], ids=["esp", "differential"])
 def test_padded_self_attention_needs_no_coupling(monkeypatch, differential):
     """As many queries as keys in every sequence: pieces of ranks would double the work."""
-    monkeypatch.setattr("espformer.ops.esp.couple", None)
+    monkeypatch.setattr("espformer.ops.esp.linear.couple", None)
     mechanism = Differential(ESP(), 0.5) if differential else ESP()
     mask = torch.arange(5) < torch.tensor([[5], [3]])
     layer = Attention(8, 2, mechanism=mechanism)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espformer.ops.exponentials import METRICS
-from espformer.ops.masks import resolve_masks, zero_padding
-from espformer.ops.problem import BALANCES, COUPLINGS, TIES, Problem
+from espformer.ops.common.masks import resolve_masks, zero_padding
+from espformer.ops.esp.exponentials import METRICS
+from espformer.ops.esp.problem import BALANCES, COUPLINGS, TIES, Problem
 
 MOST_INVERSE_TEMPERATURE = 1e30  # times a cost, still a number in float32
 

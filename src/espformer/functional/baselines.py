@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espformer.functional.arguments import one_of, runs_kernels, under_transforms
-from espformer.ops.exporting import is_exporting
-from espformer.ops.masks import resolve_masks, zero_padding
-from espformer.ops.sinkhorn import sinkhorn_matrix, sinkhorn_output
+from espformer.ops.common.exporting import is_exporting
+from espformer.ops.common.masks import resolve_masks, zero_padding
+from espformer.ops.sinkhorn.torch import sinkhorn_matrix, sinkhorn_output
 
 __all__ = ["sinkhorn_attention", "sinkhorn_plan", "softmax_attention", "softmax_plan"]
 
@@ -129,7 +129,7 @@ def sinkhorn_attention(
     r"""Doubly-stochastic attention by Sinkhorn's algorithm (Sinkformers).
 
     The rows and columns of :math:`\exp(Q K^\top \cdot \text{scale} / \varepsilon)` are normalised
-    in turn, in the log domain, see :func:`espformer.ops.sinkhorn.sinkhorn_normalize`.
+    in turn, in the log domain, see :func:`espformer.ops.sinkhorn.torch.sinkhorn_normalize`.
 
     Args:
         query: ``(batch, heads, N, head_dim)``.
@@ -231,7 +231,7 @@ def _kernels(
         return None
     runs_kernels(name, query, key, value)
     try:
-        from espformer.ops.triton import sinkhorn
+        from espformer.ops.sinkhorn import triton as sinkhorn
     except ImportError as error:
         if backend == "auto":
             return None

@@ -18,9 +18,9 @@ from espformer.functional.arguments import (
     runs_kernels,
     under_transforms,
 )
-from espformer.ops import esp, reference
-from espformer.ops.masks import zero_padding
-from espformer.ops.problem import Problem
+from espformer.ops.common.masks import zero_padding
+from espformer.ops.esp import linear, reference
+from espformer.ops.esp.problem import Problem
 
 BACKENDS = ("auto", "dense", "linear", "triton")
 
@@ -205,7 +205,7 @@ def _run(
         compiling = torch.compiler.is_compiling()
         passing = _StraightThrough if compiling else _StraightThroughBothWays
         out = passing.apply(out, mixed)
-    if module in (esp, reference):  # the kernels put it in the weights of the slices
+    if module in (linear, reference):  # the kernels put it in the weights of the slices
         out = zero_padding(out + problem.poison().view(-1, 1, 1), problem.query_mask)
     return out
 
@@ -221,13 +221,15 @@ def _backend(name: str, backend: str, *tokens: Tensor) -> ModuleType:
     if under_transforms(name, backend, "dense") or backend == "dense":
         return reference
     if backend == "linear" or (backend == "auto" and tokens[0].device.type != "cuda"):
-        return esp
+        return linear
     runs_kernels(name, *tokens)
     try:
-        from espformer.ops import triton as kernels  # torch.compile can follow this, not importlib
+        from espformer.ops.esp import (
+            triton as kernels,  # torch.compile can follow this, not importlib
+        )
     except ImportError as error:
         if backend == "auto":
-            return esp
+            return linear
         raise ImportError(
             'backend="triton" needs triton >= 3.6 (pip install triton); backend="linear" does not'
         ) from error

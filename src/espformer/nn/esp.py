@@ -10,8 +10,8 @@ from espformer import functional
 from espformer.functional.arguments import inverse_temperature_in_range
 from espformer.nn.mechanisms import Mechanism
 from espformer.nn.slicers import AxisSlicer, Slicer, make_slicer
-from espformer.ops.exponentials import METRICS
-from espformer.ops.problem import BALANCES, COUPLINGS, LEAST_TEMPERATURE, TIES
+from espformer.ops.esp.exponentials import METRICS
+from espformer.ops.esp.problem import BALANCES, COUPLINGS, LEAST_TEMPERATURE, TIES
 
 __all__ = ["ESP"]
 

@@ -1,1 +1,1 @@
-"""Tensor-level operators: they know tensors, and nothing above them."""
+"""The operators: tensors in, tensors out. One folder each, and what they share."""

@@ -1,0 +1,81 @@
+"""A run of the benchmark from its options to its files: behind the command, needs torch alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from espformer.lab.bench import display
+from espformer.lab.bench.cases import Measurement
+from espformer.lab.bench.conditions import machine
+from espformer.lab.bench.report import file_stem, is_failure, write
+from espformer.lab.bench.runner import run_cases
+from espformer.lab.bench.suites import SUITES, pick_device, select
+
+__all__ = ["run"]
+
+
+def run(
+    suites: Sequence[str],
+    *,
+    device: str = "auto",
+    dtype: str | None = None,
+    tokens: str | None = None,
+    heads: int | None = None,
+    width: int | None = None,
+    operators: str | None = None,
+    backends: str | None = None,
+    modes: str | None = None,
+    shrink: int = 1,
+    row_seconds: float = 3.0,
+    output: Path | None = Path("benchmarks/results"),
+    program: Sequence[str] = ("espformer", "bench"),
+) -> bool:
+    """Run suites, print their tables and write them to `output`; whether all is as it should be.
+
+    The options are those of ``espformer bench``; `program` is how it was called.
+
+    Raises:
+        ValueError: an option that does not say what it should.
+    """
+    where = pick_device(device)
+    chosen = {
+        suite: select(
+            suite, dtype=dtype, tokens=tokens, heads=heads, width=width, operators=operators,
+            backends=backends, modes=modes, shrink=shrink,
+        )
+        for suite in suites or ["quick"]
+    }  # fmt: skip
+    arguments = sys.argv[2:] if program[-1] == "bench" else sys.argv[1:]
+    good = True
+    for suite, cases in chosen.items():
+        command = [*program, *_without_output(arguments)]
+        stated = machine(command, where) | display.told(cases, row_seconds)
+        title = (SUITES[suite].__doc__ or suite).splitlines()[0].rstrip(".")
+        stem = None if output is None else output / file_stem(suite, where)
+        rows: list[Measurement] = []
+        with display.progress(suite, len(cases)) as show:
+            for row in run_cases(cases, where, row_seconds=row_seconds):
+                rows.append(row)
+                show(row)
+                if stem is not None:  # row by row: what is known is kept, whatever comes next
+                    write(stem, title, rows, stated)
+        display.print_tables(rows, stated)
+        if stem is not None:
+            for path in write(stem, title, rows, stated) + display.plot(stem, rows, stated):
+                print(f"written: {path}")
+        good = good and not is_failure(rows)
+    return good
+
+
+def _without_output(arguments: Sequence[str]) -> list[str]:
+    """Arguments but for the directory that results go to, which says nothing about them."""
+    kept: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word in ("-o", "--output"):
+            next(words, None)
+        elif not word.startswith(("--output=", "-o")):
+            kept.append(word)
+    return kept

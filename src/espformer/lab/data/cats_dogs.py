@@ -1,0 +1,119 @@
+"""Cats and Dogs: photographs from Kaggle's and Microsoft's "Asirra" set, two classes.
+
+The protocol is that of the Sinkformers' experiment, which the paper repeats: images of 224×224
+squeezed to [0, 1] and nothing else; random resized crops and mirroring in training; subsets of 1,
+10 and 25 % of the training images, the same ones for every method.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from espformer.lab.data.base import Task, TensorSet
+from espformer.lab.data.files import Files, Hub, Source, find
+from espformer.lab.data.reading import read_images, read_labels, read_table
+from espformer.lab.data.splits import TEST, check_fraction, digest, hold_out, sizes, stratified
+from espformer.lab.data.text import check_sizes
+from espformer.lab.data.transforms import Normalise, RandomResizedCrop
+
+__all__ = ["SOURCE", "load"]
+
+COLUMNS = "image (encoded, 224x224 RGB), label (0 = cat, 1 = dog)"
+SOURCE = Source(
+    name="cats_dogs",
+    folder="cats_dogs",
+    splits={"train": (("train*.parquet",),), "test": (("test*.parquet",),)},
+    layout={"train-00.parquet": COLUMNS, "train-01.parquet": "more", "test.parquet": COLUMNS},
+    where="microsoft/cats_vs_dogs on the hub.",
+    licence="Microsoft Research and Petfinder (Asirra), for research",
+    rows={"train": 20_000, "test": 5_000},
+    sums={
+        "train-00.parquet": (
+            (21_796_197, "6292907f5ebc54d2bbc0b13ede48c9a7f9782ec658061c27cfe990b528251a55"),
+        ),
+        "train-01.parquet": (
+            (21_656_380, "1c93a32351dbdf2d7ad5b72a1b04403fb695f013495ca2eb2b4c2df0e6396734"),
+        ),
+        "test.parquet": (
+            (17_113_760, "0602ca671f922a890cba15d7ce5f9d161a1b9c908d869ad717f2e9cfab17a758"),
+        ),
+    },
+    notes=(
+        "a random, class-balanced draw of the 25,000 images without duplicates; the paper trains "
+        "on 80 % of them and tests on the rest",
+        "images were cut to a central square rather than squeezed, and stored as JPEG again",
+    ),
+    hub=Hub("microsoft/cats_vs_dogs", "default", {"train": "train", "test": "train"}),
+)
+
+NORMALISATIONS = {
+    "unit": ([0.0] * 3, [1.0] * 3),
+    "imagenet": ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
+}
+
+
+def load(
+    *,
+    data_dir: str | Path | None = None,
+    seed: int = 0,
+    fraction: float = 1.0,
+    image_size: int = 224,
+    augment: bool = True,
+    normalise: Literal["unit", "imagenet"] = "unit",
+    validation: float = 0.0,
+) -> Task:
+    """Images (batch, 3, image_size, image_size) of cats (0) and dogs (1).
+
+    Args:
+        data_dir, seed: as in :func:`espformer.lab.data.load`.
+        fraction: share of the training images, of each class alike: 0.01, 0.1, 0.25 and 1 in the
+            paper. A seed determines the images, and a smaller share is part of a larger one.
+        image_size: height and width.
+        augment: random resized crops and mirroring, in training only.
+        normalise: "unit" gives [0, 1], as the paper; "imagenet" what pretrained models want.
+        validation: share of the chosen images to hold out as ``valid``, of each class alike.
+    """
+    name = SOURCE.name
+    check_fraction(name, "fraction", fraction, whole=True)
+    check_fraction(name, "validation", validation, whole=False)
+    check_sizes(name, image_size=image_size)
+    if normalise not in NORMALISATIONS:
+        raise ValueError(
+            f"load('{name}'): normalise must be one of {', '.join(NORMALISATIONS)}, "
+            f"got {normalise!r}"
+        )
+    files = find(SOURCE, data_dir)
+    if files.splits["train"] == files.splits["test"]:
+        everything = _read(files, "train", image_size)
+        # The seed has no part in this: every run is tested on the same images.
+        tested, kept = stratified(everything.labels, 0.2, 0, TEST)
+        whole, test = everything.subset(kept), everything.subset(tested)
+    else:
+        whole, test = (_read(files, split, image_size) for split in ("train", "test"))
+
+    chosen, _ = stratified(whole.labels, fraction, seed)
+    train = whole if fraction == 1 else whole.subset(chosen)
+    train, valid = hold_out(train, validation, seed)
+    found = {"train": len(whole), "test": len(test)}
+    return Task(
+        name=name,
+        train=train,
+        valid=valid,
+        test=test,
+        classes=2,
+        augment=RandomResizedCrop() if augment else None,
+        normalise=Normalise(*NORMALISATIONS[normalise]),
+        info={
+            **files.info(sizes(train, valid, test), found),
+            "class_names": ["cat", "dog"],
+            "image_size": image_size,
+            "channels": 3,
+            "subset": {"fraction": fraction, "seed": seed, "sha256": digest(chosen)},
+        },
+    )
+
+
+def _read(files: Files, split: str, image_size: int) -> TensorSet:
+    paths = files.splits[split]
+    table = read_table(paths, {"label": ("label", "labels")})
+    images = read_images(paths, files.content(split), size=image_size, channels=3)
+    return TensorSet(images, read_labels(table["label"], 2, paths))

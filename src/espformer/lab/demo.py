@@ -1,0 +1,204 @@
+"""The life of ESP attention in a few minutes: ``python -m espformer.lab.demo``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+DESCRIPTION = """\
+Trains five kinds of attention on handwritten digits (softmax, differential, Sinkhorn, ESP at the
+paper's temperature, ESP that learns its temperature) with the same budget, lets the temperature of
+both ESP models fall over further epochs, hardens them, and shows what came out: a table here, and
+one HTML page with curves, attention maps, transport plans and slice weights. A few minutes on a
+laptop; no network."""
+
+EPILOG = """\
+examples:
+  python -m espformer.lab.demo                     into demo-output/, page demo-output/report.html
+  python -m espformer.lab.demo --quick             two epochs each: to see that everything works
+  python -m espformer.lab.demo --output elsewhere  another folder
+
+Runs that are finished are kept: the same command again only writes the page."""
+
+LABELS = ("transformer", "difftransformer", "sinkformer", "espformer-paper", "espformer-learnt")
+ANNEALING_EPOCHS = 10
+# From the paper's t = 1e-3 to 1e-5, where soft and hard attention are hardly different.
+FACTOR = 0.01 ** (1 / ANNEALING_EPOCHS)
+QUICK = ("trainer.epochs=2", "trainer.limit_batches=6")
+
+
+class Progress:
+    """A line for each thing to do: a bar while it is being done, what came out afterwards."""
+
+    def __init__(self, console: Console, names: Sequence[str], epochs: Sequence[int]) -> None:
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bars
+
+        self.console = console
+        self.bars = Bars(
+            TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn(),
+            TextColumn("{task.fields[told]}", style="dim"),
+            console=console, redirect_stdout=False, redirect_stderr=False,
+        )  # fmt: skip
+        self.tasks = {
+            name: self.bars.add_task(name, total=total, start=False, told="")
+            for name, total in zip(names, epochs, strict=True)
+        }
+
+    @contextlib.contextmanager
+    def doing(self, name: str) -> Iterator[Callable[[str], None]]:
+        """Run a block whose printed lines move the bar; yields what sets its closing words."""
+        task = self.tasks[name]
+        self.bars.start_task(task)
+
+        def hear(line: str) -> None:
+            epoch = re.match(r"epoch (\d+)/\d+", line)
+            accuracy = re.search(r"valid/accuracy ([\d.]+)", line)
+            told = f"accuracy {100 * float(accuracy[1]):.1f} %" if accuracy else ""
+            if epoch:
+                self.bars.update(task, completed=int(epoch[1]), told=told)
+
+        def close(words: str) -> None:
+            total = self.bars.tasks[task].total
+            self.bars.update(task, completed=total, told=words)
+            self.bars.stop_task(task)
+            if not self.console.is_terminal:
+                self.console.print(f"  {name}: {words}", highlight=False)
+
+        with contextlib.redirect_stdout(_Lines(hear)):
+            yield close
+
+
+class _Lines(io.TextIOBase):
+    """A stream that hands on whole lines."""
+
+    def __init__(self, hear: Callable[[str], None]) -> None:
+        self.hear, self.rest = hear, ""
+
+    def write(self, text: str) -> int:
+        *lines, self.rest = (self.rest + text).split("\n")
+        for line in lines:
+            self.hear(line)
+        return len(text)
+
+
+def train_all(output: Path, quick: bool, console: Console) -> list[Path]:
+    """Train every attention, anneal and harden those that sort; returns their directories."""
+    from espformer.lab.training import life
+    from espformer.lab.training.config import TrainingRun
+    from espformer.lab.training.recipe import load_recipe
+    from espformer.lab.training.records import run_directory
+    from espformer.lab.training.runner import execute
+    from espformer.lab.training.specs import mechanism_uses_esp
+
+    recipe = load_recipe("digits")
+    overrides = ["trainer.accelerator=cpu", *(QUICK if quick else ())]
+    runs = [recipe.run(label, overrides=overrides) for label in LABELS]
+    epochs = 2 if quick else ANNEALING_EPOCHS
+    steps: list[tuple[str, int]] = []
+    for run in runs:
+        assert isinstance(run, TrainingRun)
+        steps.append((run.label, run.trainer.epochs))
+        if mechanism_uses_esp(run.mechanism):
+            steps.append((f"{run.label}, t falls", epochs))
+    directories = [run_directory(output / "runs", run) for run in runs]
+    progress = Progress(console, [name for name, _ in steps], [count for _, count in steps])
+    shown = progress.bars if console.is_terminal else contextlib.nullcontext()
+    with shown:
+        for run, directory in zip(runs, directories, strict=True):
+            with progress.doing(run.label) as close:
+                results = execute(run, directory, progress=False)
+                close(f"accuracy {results['scores']['test']:.1f} %")
+            if mechanism_uses_esp(run.mechanism):
+                with progress.doing(f"{run.label}, t falls") as close:
+                    scores = life.anneal(directory, epochs=epochs, factor=FACTOR, progress=False)[
+                        "scores"
+                    ]
+                    close(f"accuracy {scores['test']:.1f} %, hard {scores['hard']:.1f} %")
+    return directories
+
+
+def show_table(console: Console, rows: Sequence[Any]) -> None:
+    """One row for each attention: what it scores, how its sums come out, what it costs."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from espformer.lab.report.summary import COLUMNS, cells
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for index, name in enumerate(COLUMNS):
+        # Two words of a head may stand above each other, so the table fits 80 columns.
+        head = name.replace(" ", "\n")
+        table.add_column(head, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*cells(row))
+    console.print(table)
+    console.print(
+        "Accuracy in percent: soft after training, sharp after t has fallen, hard with exact "
+        "sorting. Off: the largest distance of a sum from one, soft → hard. Differential attention "
+        "is a difference, which does not sum to one.",
+        style="dim",
+        highlight=False,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m espformer.lab.demo",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("demo-output"), metavar="FOLDER",
+        help="where runs and page go; made if it does not exist (default: demo-output)",
+    )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="two short epochs each, in seconds")
+    options = parser.parse_args(arguments)
+    started = time.perf_counter()
+    try:
+        from rich.console import Console
+
+        from espformer.lab.report import write_page
+        from espformer.lab.report.inspection import open_run
+        from espformer.lab.report.summary import summarise
+        from espformer.lab.training.errors import UserError
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("espformer"):
+            raise
+        print(
+            f"The demo trains models and draws a page, which needs {error.name}: "
+            "pip install 'espformer[train,plots]'.",
+            file=sys.stderr,
+        )
+        return 1
+    # Its own handle: what training prints goes elsewhere while it runs.
+    console = Console(file=sys.stdout)
+    console.print("[bold]Five kinds of attention learn to read digits[/]")
+    page = options.output / "report.html"
+    try:
+        directories = train_all(options.output, options.quick, console)
+        trained = [open_run(directory) for directory in directories]
+        show_table(console, [summarise(one) for one in trained])
+        with console.status("drawing the page"):
+            write_page(trained, page, command="make demo")
+    except (UserError, OSError) as error:
+        print(f"The demo could not go on: {error}", file=sys.stderr)
+        return 1
+    seconds = time.perf_counter() - started
+    print(f"Done in {seconds:.0f} s. The report is in {page.resolve()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

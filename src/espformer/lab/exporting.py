@@ -1,0 +1,304 @@
+"""From what is on disk to a graph: a trained run, a fine-tuned one, or a transformers directory."""
+
+import contextlib
+import json
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from espformer.integrations.onnx import export_onnx, export_program, onnx_difference
+from espformer.lab.data import Task
+from espformer.lab.training.checkpoints import read_checkpoint
+from espformer.lab.training.errors import RunError
+from espformer.lab.training.learner import MARK
+from espformer.nn import ESP, harden, soften
+
+__all__ = ["Exportable", "export_model", "open_model"]
+
+TOLERANCE = 1e-4
+# A hard sort jumps where two tokens are nearly tied, and another rounding may order them the other
+# way. A graph that is wrong is wrong for other inputs too.
+ATTEMPTS = 3
+# (batch, length): the sizes that a graph is made with, and others that it must serve.
+EXAMPLE, OTHERS = (2, 12), ((1, 7), (3, 33))
+
+
+@dataclass(frozen=True)
+class Exportable:
+    """A model, and the names, kinds and sizes of its inputs.
+
+    Attributes:
+        model: the model, in evaluation mode.
+        inputs: name of each input and its kind: "ids", "mask", "images" or "points".
+        vocabulary: number of token ids.
+        image: (channels, height, width).
+        longest: most tokens that the model takes.
+    """
+
+    model: nn.Module
+    inputs: dict[str, str]
+    vocabulary: int = 0
+    image: tuple[int, int, int] = (0, 0, 0)
+    longest: int | None = None
+
+    @property
+    def has_length(self) -> bool:
+        """Whether the number of tokens can vary."""
+        return "images" not in self.inputs.values()
+
+    def example(self, batch: int, length: int, seed: int = 0) -> dict[str, Tensor]:
+        """Random inputs; sequences of a batch differ in length, the first is the longest."""
+        generator = torch.Generator().manual_seed(seed)
+        length = length if self.longest is None else min(length, self.longest)
+        lengths = torch.randint(1, length + 1, (batch, 1), generator=generator)
+        lengths[0] = length
+        mask = torch.arange(length) < lengths
+        makers = {
+            "ids": lambda: torch.randint(self.vocabulary, (batch, length), generator=generator),
+            "mask": lambda: mask,
+            "integer_mask": mask.long,
+            "images": lambda: torch.randn(batch, *self.image, generator=generator),
+            "points": lambda: torch.randn(batch, length, 3, generator=generator),
+        }
+        return {name: makers[kind]() for name, kind in self.inputs.items()}
+
+
+def open_model(path: Path, which: str = "last") -> Exportable:
+    """The model of a run's directory or checkpoint, or of a directory of transformers."""
+    if (path / "config.json").is_file():
+        return _transformers(path)
+    if path.is_dir() and not (path / "config.yaml").is_file():
+        raise RunError(
+            f"{path}: expected the directory of a run (with config.yaml), a checkpoint, or a "
+            "directory that save_pretrained of transformers wrote (with config.json)"
+        )
+    file = path / f"{which}.ckpt" if path.is_dir() else path
+    checkpoint = read_checkpoint(file)
+    if checkpoint[MARK]["run"].get("task") == "finetuning":
+        from espformer.lab.finetuning import load_classifier
+
+        model = load_classifier(file)
+        config: Any = model.encoder.config
+        return Exportable(
+            model,
+            {"inputs": "ids", "mask": "mask"},
+            vocabulary=int(config.vocab_size),
+            longest=getattr(config, "max_position_embeddings", None),
+        )
+    return _run(file, checkpoint)
+
+
+def _run(file: Path, checkpoint: dict[str, Any]) -> Exportable:
+    from espformer.lab.training.assemble import load_task, load_weights, make_model
+    from espformer.lab.training.life import open_checkpoint
+
+    run, _ = open_checkpoint(file)
+    if run.task == "translation":
+        raise RunError(
+            f"{file}: a translator writes word by word, which is no single graph; classifiers can "
+            "be exported"
+        )
+    results = file.parent / "results.json"
+    if results.exists():
+        # The data themselves are not needed: a finished run remembers what the model was told.
+        advice = "move it away, and the data themselves are read instead"
+        info = _read_json(results, advice).get("data")
+        if not isinstance(info, dict):
+            raise RunError(
+                f"{results}: expected the results of a run, which tell about its data; {advice}"
+            )
+        last: Tensor = next(x for x in reversed(checkpoint["state_dict"].values()) if x.dim() == 1)
+        classes = len(info["class_names"]) if "class_names" in info else len(last)
+        nothing: Any = []
+        task = Task(run.data.set.name, nothing, nothing, classes=classes, info=info)
+    else:
+        task = load_task(run)
+    model = make_model(run, task).eval()
+    load_weights(model, checkpoint["state_dict"], str(file))
+    if "vocabulary_size" in task.info:
+        words = int(task.info["vocabulary_size"])
+        inputs = {"inputs": "ids", "mask": "mask"}
+        return Exportable(model, inputs, words, longest=int(task.info["max_length"]))
+    if "image_size" in task.info:
+        size = int(task.info["image_size"])
+        image = (int(task.info["channels"]), size, size)
+        return Exportable(model, {"inputs": "images"}, image=image)
+    return Exportable(model, {"inputs": "points"})
+
+
+def _read_json(path: Path, advice: str) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise RunError(
+            f"{path}: cannot be read, it is cut off or damaged ({error}); restore it, or {advice}"
+        ) from None
+    if not isinstance(found, dict):
+        raise RunError(f"{path}: expected names and values; restore it, or {advice}")
+    return found
+
+
+def _transformers(path: Path) -> Exportable:
+    import transformers
+
+    from espformer.integrations.pretrained import load_pretrained
+
+    raw = _read_json(path / "config.json", "save the model again")
+    name = next(iter(raw.get("architectures") or []), "AutoModel")
+    kind = getattr(transformers, name, None)
+    if kind is None:
+        raise RunError(f"{path}: this version of transformers has no {name}")
+    if raw.get("is_encoder_decoder"):
+        raise RunError(
+            f"{path}: {name} writes word by word, which is no single graph; save its encoder "
+            "(model.get_encoder().save_pretrained(...)) and export that"
+        )
+    try:
+        if raw.get("espformer"):
+            model = load_pretrained(kind, str(path), dtype=torch.float32).eval()
+        else:
+            model = kind.from_pretrained(path, dtype=torch.float32).eval()
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path}: {' '.join(str(error).split())[:300]}") from None
+    config: Any = model.config
+    # A tuple has the same outputs in every exporter, and no cache among them.
+    config.return_dict = False
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    if getattr(model, "main_input_name", "input_ids") == "pixel_values":
+        size = config.image_size
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        image = (int(config.num_channels), int(height), int(width))
+        return Exportable(model, {"pixel_values": "images"}, image=image)
+    # Positions of RoBERTa begin after the padding token.
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and "roberta" in str(config.model_type):
+        longest -= int(config.pad_token_id) + 1
+    inputs = {"input_ids": "ids", "attention_mask": "integer_mask"}
+    return Exportable(model, inputs, int(config.vocab_size), longest=longest)
+
+
+def export_model(
+    source: Exportable,
+    path: Path,
+    form: str,
+    *,
+    soft: bool = False,
+    tolerance: float = TOLERANCE,
+) -> float:
+    """Write the graph of a model and compare it with the model, at sizes it was not made with too.
+
+    The file is there only if it is right; one that was there before stays otherwise.
+
+    Args:
+        source: the model.
+        path: of the file.
+        form: "onnx" or "torch" (``torch.export``).
+        soft: keep the soft sort; else ESP attention sorts exactly, as :func:`espformer.harden`.
+        tolerance: largest difference that is accepted. A sharp soft sort needs more than others: it
+            divides rounding errors by its temperature.
+
+    Returns:
+        The largest difference of an output from the model's.
+
+    Raises:
+        RunError: the graph cannot be made or written, or computes something else.
+    """
+    model = source.model.eval()
+    if any(isinstance(module, ESP) for module in model.modules()):
+        (soften if soft else harden)(model)
+    with _replacing(path, "onnx" if form == "onnx" else "pt2") as file:
+        _write(source, file, form, soft)
+        return _compare(source, file, form, tolerance)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path, suffix: str) -> Iterator[Path]:
+    """A file of the same name in a directory of its own, moved to `path` when the block ends well.
+
+    The graph of a large model has its weights in a file beside it, whose name it knows.
+    """
+    if path.is_dir():
+        raise RunError(f"{path}: is a directory; name the file, such as {path / f'model.{suffix}'}")
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            folder = Path(
+                stack.enter_context(
+                    tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
+                )
+            )
+        except OSError as error:
+            raise RunError(
+                f"{path}: cannot write here ({error.strerror}); choose another place with --to"
+            ) from None
+        yield folder / path.name
+        # The graph comes last: what it refers to is there before it.
+        for made in sorted(folder.iterdir(), key=lambda made: made.name == path.name):
+            os.replace(made, path.parent / made.name)
+
+
+def _write(source: Exportable, path: Path, form: str, soft: bool) -> None:
+    example = source.example(*EXAMPLE)
+    options: dict[str, Any] = {"dynamic_length": source.has_length}
+    # It tells about operators of packages that are not there.
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated.*")
+    try:
+        if form == "onnx":
+            export_onnx(source.model, example, path, tolerance=None, **options)
+        else:
+            program = export_program(source.model, example, **options)
+            torch.export.save(program, path)
+    except ImportError as error:
+        raise RunError(str(error)) from None
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise RunError(
+                f"{path.name}: could not be written ({error.strerror}); make room, or choose "
+                "another place with --to"
+            ) from error
+        advice = "; a hardened model is easier to export, leave --soft out" if soft else ""
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise RunError(f"{form}: the exporter refused this model: {reason}{advice}") from error
+
+
+def _compare(source: Exportable, path: Path, form: str, tolerance: float) -> float:
+    """The largest difference of a file from the model; refused above the tolerance."""
+    sizes = [EXAMPLE, *OTHERS] if source.has_length else [EXAMPLE, (1, 0), (3, 0)]
+    worst = 0.0
+    measure = onnx_difference if form == "onnx" else _program_difference
+    for number, (batch, length) in enumerate(sizes):
+        for attempt in range(ATTEMPTS):
+            inputs = source.example(batch, max(length, 1), seed=number + len(sizes) * attempt)
+            found = measure(source.model, inputs, path)
+            if found <= tolerance:
+                break
+        if not found <= tolerance:
+            raise RunError(
+                f"{path.name}: for batch {batch} and length {length} its output is {found:.2e} "
+                f"away from the model's, more than {tolerance:.0e}; it was not kept. If so much "
+                "is good enough, say so with --tolerance"
+            )
+        worst = max(worst, found)
+    return worst
+
+
+def _program_difference(model: nn.Module, inputs: dict[str, Tensor], path: Path) -> float:
+    with torch.no_grad():
+        leaves = torch.utils._pytree.tree_leaves
+        wanted = leaves(model(**inputs))
+        found = leaves(torch.export.load(path).module()(**inputs))
+    return max(
+        float((a - b).abs().max())
+        for a, b in zip(found, wanted, strict=True)
+        if isinstance(a, Tensor)
+    )

@@ -1,0 +1,252 @@
+"""What a trained run does with an example: its attention, its slices, and what t changes."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from espformer.functional import esp_plan
+from espformer.lab.data import Task
+from espformer.lab.training.assemble import load_task, load_weights, make_learner
+from espformer.lab.training.checkpoints import read_checkpoint
+from espformer.lab.training.config import TrainingRun
+from espformer.lab.training.errors import RunError
+from espformer.lab.training.figures import read_curves
+from espformer.lab.training.learner import Learner
+from espformer.lab.training.life import open_checkpoint
+from espformer.lab.training.records import read_results
+from espformer.lab.training.specs import mechanism_uses_esp
+from espformer.nn import ESP, get_sort_temperatures, harden, set_sort_temperature, soften
+
+__all__ = ["Example", "Frame", "Trained", "open_run", "slice_weights", "sum_errors"]
+
+# Enough examples for a figure of a page; a table of a paper asks for all of them.
+SCORED = 512
+# A page is not waited for much longer than this: slow models are scored on fewer examples.
+PATIENCE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Example:
+    """One example of the test data, as the model is given it, and as a person sees it."""
+
+    inputs: Tensor
+    mask: Tensor | None
+    label: int
+    index: int
+    picture: Tensor | None = None
+    """``(height, width)`` or ``(height, width, 3)`` in [0, 1], of an image."""
+    text: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"test example {self.index}, class {self.label}"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A model at one sort temperature (None is hard): its attention and its accuracy."""
+
+    temperature: float | None
+    matrices: Tensor
+    accuracy: float
+
+
+@dataclass
+class Trained:
+    """A finished run: what it was told, what came out, and the model."""
+
+    directory: Path
+    run: TrainingRun
+    results: dict[str, Any]
+    curves: dict[str, dict[int, float]]
+    learner: Learner
+    task: Task
+    annealed: Trained | None = None
+    """The annealing that started from this run, where there was one."""
+
+    @property
+    def label(self) -> str:
+        return self.run.label
+
+    @property
+    def sorts(self) -> bool:
+        """Whether there is a sort temperature in it."""
+        return mechanism_uses_esp(self.run.mechanism)
+
+    @property
+    def temperatures(self) -> list[float]:
+        """Sort temperatures of all layers, each head's own where they are learnt."""
+        if not self.sorts:
+            return []
+        found = get_sort_temperatures(self.learner.model).values()
+        return [t for value in found for t in (value if isinstance(value, list) else [value])]
+
+    def example(self, index: int) -> Example:
+        """An example of the test data."""
+        test: Any = self.task.test
+        if not 0 <= index < len(test):
+            raise RunError(f"there is no test example {index}: there are {len(test)}")
+        batch = test.batch([index])
+        inputs = self.learner.prepare(batch["inputs"], training=False)
+        picture = _picture(batch["inputs"][0])
+        text = None
+        if self.task.vocabulary is not None:
+            text = self.task.vocabulary.decode(batch["inputs"][0].tolist())
+        return Example(inputs, batch.get("mask"), int(batch["labels"][0]), index, picture, text)
+
+    def matrices(self, example: Example) -> list[Tensor]:
+        """The attention of every layer, ``(heads, N, M)``; padded tokens are left out."""
+        model: Any = self.learner.model
+        matrices = model.attention_matrices(example.inputs, example.mask)
+        return [_without_padding(matrix[0].float(), example.mask) for matrix in matrices]
+
+    def hardened(self) -> Trained:
+        """The same run, sorting exactly, beside this one."""
+        other = copy.copy(self)
+        other.learner = copy.deepcopy(self.learner)
+        harden(other.learner.model)
+        return other
+
+    @torch.no_grad()
+    def accuracy(self, count: int | None = None) -> float:
+        """Accuracy in percent on the first test examples, at most :data:`SCORED`."""
+        test: Any = self.task.test
+        model = self.learner.model.eval()
+        count, right = min(len(test), SCORED, count or SCORED), 0
+        for start in range(0, count, 128):
+            batch = test.batch(range(start, min(start + 128, count)))
+            inputs = self.learner.prepare(batch["inputs"], training=False)
+            guessed = model(inputs, mask=batch.get("mask")).argmax(-1)
+            right += int((guessed == batch["labels"]).sum())
+        return 100 * right / count
+
+    def affordable(self, times: int) -> int:
+        """Examples on which the accuracy can be found so many times without losing patience."""
+        self.accuracy(8)
+        began = time.perf_counter()
+        self.accuracy(8)
+        each = (time.perf_counter() - began) / 8
+        count = int(PATIENCE_SECONDS / (times * max(each, 1e-9)))
+        return max(32, min(count, SCORED, len(self.task.test)))  # type: ignore[arg-type]
+
+    def frames(
+        self, example: Example, temperatures: Sequence[float], layer: int, count: int | None = None
+    ) -> list[Frame]:
+        """The whole model at each temperature, and hard; it is left as it was."""
+        model, kept = self.learner.model, copy.deepcopy(self.learner.model.state_dict())
+        made = []
+        for temperature in (*temperatures, None):
+            if temperature is None:
+                harden(model)
+            else:
+                set_sort_temperature(model, temperature)
+            made.append(Frame(temperature, self.matrices(example)[layer], self.accuracy(count)))
+        soften(model)
+        model.load_state_dict(kept)
+        return made
+
+    def slices(self, example: Example) -> list[tuple[str, Tensor]]:
+        """The weights σ of the slices of every ESP mechanism: its name, ``(heads, slices)``."""
+        model: Any = self.learner.model
+        with torch.no_grad(), _recorded(model) as calls:
+            model.eval()
+            model(example.inputs, mask=example.mask)
+        return [(name, slice_weights(mechanism, *call)[0]) for name, mechanism, call in calls]
+
+
+def open_run(path: Path, data_directory: str | None = None) -> Trained:
+    """The last checkpoint of a run, with its results, its curves and its annealing."""
+    run, file = open_checkpoint(path)
+    if run.task != "classification":
+        raise RunError(f"{path}: a page is made of classification runs, this is a {run.task}")
+    if data_directory is not None:
+        run = replace(run, data=replace(run.data, directory=data_directory))
+    task = load_task(run)
+    learner = make_learner(run, task)
+    load_weights(learner.model, read_checkpoint(file)["state_dict"], str(file))
+    learner.eval()
+    directory = file.parent
+    results = read_results(directory)
+    if results is None:
+        raise RunError(f"{directory}: this run is not finished; the same command goes on with it")
+    further = directory / "anneal"
+    trained = read_results(further) and (further / "last.ckpt").exists()
+    annealed = open_run(further, data_directory) if trained else None
+    return Trained(directory, run, results, read_curves(directory), learner, task, annealed)
+
+
+def sum_errors(matrices: Sequence[Tensor]) -> tuple[float, float]:
+    """Largest distance of a row sum, and of a column sum, from one, over layers and heads."""
+    rows, columns = (
+        max(float((matrix.sum(dim) - 1).abs().max()) for matrix in matrices) for dim in (-1, -2)
+    )
+    return rows, columns
+
+
+def slice_weights(mechanism: ESP, query: Tensor, key: Tensor, masks: dict[str, Any]) -> Tensor:
+    """σ = softmax(-τ D) as the operator has it, ``(batch, heads, slices)``, slice by slice.
+
+    D is the squared distance of queries and keys under the plan of one slice alone.
+    """
+    settings = mechanism._settings(query)
+    slices = settings.pop("slices")
+    tau = settings.pop("inverse_temperature")
+    width = query.shape[-1]
+    directions = torch.eye(width, device=query.device) if slices is None else slices
+    scale = width**-0.5 if mechanism.scale is None else mechanism.scale
+    q, k = query.double() * scale, key.double() * scale
+    distance = (q.unsqueeze(-2) - k.unsqueeze(-3)).square().sum(-1)
+    costs = []
+    for index in range(directions.shape[-2]):
+        one = directions[..., index : index + 1, :]
+        plan = esp_plan(query, key, slices=one, inverse_temperature=0.0, **settings, **masks)
+        length = plan.sum((-2, -1)).clamp(min=1e-9)
+        costs.append((distance * plan).sum((-2, -1)) / length)
+    return torch.stack(costs, -1).mul(-tau).softmax(-1)
+
+
+@contextmanager
+def _recorded(model: torch.nn.Module) -> Iterator[list[tuple[str, ESP, tuple[Any, ...]]]]:
+    """Queries, keys and masks of every call of an ESP mechanism inside the block."""
+    calls: list[tuple[str, ESP, tuple[Any, ...]]] = []
+    hooks = []
+    for name, module in model.named_modules():
+        if isinstance(module, ESP):
+
+            def record(
+                mechanism: ESP, positional: tuple[Any, ...], named: dict[str, Any], name: str = name
+            ) -> None:
+                arguments = dict(zip(("query", "key", "value"), positional, strict=False)) | named
+                masks = {key: arguments.get(key) for key in ("query_mask", "key_mask")}
+                calls.append((name, mechanism, (arguments["query"], arguments["key"], masks)))
+
+            hooks.append(module.register_forward_pre_hook(record, with_kwargs=True))
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _without_padding(matrix: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None or matrix.shape[-1] != mask.shape[-1]:
+        return matrix
+    return matrix[:, mask[0]][:, :, mask[0]]
+
+
+def _picture(stored: Tensor) -> Tensor | None:
+    """An image as a person sees it; None for what is no image."""
+    if stored.ndim != 3 or stored.shape[0] not in (1, 3):
+        return None
+    image = stored.float()
+    image = (image - image.min()) / (image.max() - image.min()).clamp(min=1e-9)
+    return image[0] if len(image) == 1 else image.permute(1, 2, 0)

@@ -1,0 +1,101 @@
+"""What a table says of a run: scores soft, sharp and hard, how sums come out, size and speed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from espformer.lab.report.inspection import Trained, sum_errors
+
+__all__ = ["COLUMNS", "NAMES", "Summary", "cells", "name_of", "short", "summarise"]
+
+COLUMNS = (
+    "attention", "soft", "sharp", "hard", "rows off", "columns off", "parameters", "ms/step",
+)  # fmt: skip
+
+# How the mechanisms of the recipes are called in pictures.
+NAMES = {
+    "transformer": "Softmax",
+    "difftransformer": "Differential",
+    "sinkformer": "Sinkhorn",
+    "espformer": "ESP",
+    "espformer-paper": "ESP, paper’s t",
+    "espformer-learnt": "ESP, learnt t",
+    "espformer-balanced": "ESP, balanced",
+    "espformer-soft": "ESP, softer",
+    "espformer-absolute": "ESP, absolute",
+    "diff-espformer": "Differential ESP",
+}
+# Examples whose attention is looked at for the errors of its sums.
+LOOKED_AT = 16
+
+
+class Summary(NamedTuple):
+    """A row of the table; None where a run has no such number."""
+
+    name: str
+    soft: float
+    sharp: float | None
+    hard: float | None
+    rows: float
+    columns: float
+    hard_rows: float | None
+    hard_columns: float | None
+    parameters: int
+    milliseconds: float | None
+
+
+def name_of(label: str) -> str:
+    """The name of a mechanism for people; labels that we do not know are names already."""
+    return NAMES.get(label, label)
+
+
+def summarise(trained: Trained) -> Summary:
+    """Scores of the run and of the annealing after it, and its sums on a few test examples."""
+    results, last = trained.results, trained.annealed or trained
+    hard = last.results["scores"].get("hard")
+    sharp = None if trained.annealed is None else last.results["scores"]["test"]
+    rows, columns = _errors(trained)
+    hard_rows, hard_columns = (None, None) if hard is None else _errors(last.hardened())
+    rate = results.get("samples_per_second")
+    return Summary(
+        name_of(trained.label), results["scores"]["test"], sharp, hard,
+        rows, columns, hard_rows, hard_columns, results["parameters"],
+        None if not rate else 1000 * trained.run.data.batch_size / rate,
+    )  # fmt: skip
+
+
+def _errors(trained: Trained) -> tuple[float, float]:
+    test = trained.task.test
+    count = min(LOOKED_AT, len(test))  # type: ignore[arg-type]
+    found = [sum_errors(trained.matrices(trained.example(index))) for index in range(count)]
+    return max(rows for rows, _ in found), max(columns for _, columns in found)
+
+
+def cells(row: Summary) -> list[str]:
+    """The row as text."""
+    return [
+        row.name,
+        f"{row.soft:.1f}",
+        "–" if row.sharp is None else f"{row.sharp:.1f}",
+        "–" if row.hard is None else f"{row.hard:.1f}",
+        _both(row.rows, row.hard_rows),
+        _both(row.columns, row.hard_columns),
+        f"{row.parameters:,}",
+        "–" if row.milliseconds is None else f"{row.milliseconds:.1f}",
+    ]
+
+
+def _both(soft: float, hard: float | None) -> str:
+    return short(soft) if hard is None else f"{short(soft)} → {short(hard)}"
+
+
+def short(error: float) -> str:
+    """An error in as few characters as tell it: 1.3, 0.04, 2e-05, and 0 for rounding.
+
+    Example:
+        >>> short(1.31), short(0.042), short(2.4e-5), short(1e-7)
+        ('1.3', '0.042', '2e-05', '0')
+    """
+    if error < 2e-6:
+        return "0"
+    return f"{error:.2g}" if error >= 1e-3 else f"{error:.0e}"

@@ -1,0 +1,221 @@
+"""Checkpoints: written whole or not at all, read without running code, refused when foreign."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+
+from espformer.lab.training.errors import RunError
+from espformer.lab.training.learner import MARK, Learner
+
+__all__ = [
+    "AtomicCheckpointIO",
+    "Checkpoints",
+    "check_directory",
+    "read_checkpoint",
+    "refuse_directory",
+    "write_atomically",
+]
+
+_MARGIN = 64 * 2**20
+
+
+def refuse_directory(path: Path, name: str) -> None:
+    """Tell before work is done that a page cannot be written in place of a directory."""
+    if path.is_dir():
+        raise RunError(f"{path}: is a directory; name the page, such as {path / name}")
+
+
+def write_atomically(path: Path, content: bytes | str) -> None:
+    """Write a file so that it is there whole or, whatever happens, as it was before."""
+    if isinstance(content, str):
+        content = content.encode()
+    with _replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Any:
+    """A temporary path beside `path` that takes its place when the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_checkpoint(path: Path, *, device: str = "cpu") -> dict[str, Any]:
+    """A checkpoint of this library; anything else is refused with the reason.
+
+    Only tensors and plain values are read: a file that holds code is refused, not run.
+    """
+    if not path.is_file():
+        raise RunError(f"{path}: there is no such checkpoint (espformer train writes them)")
+    try:
+        checkpoint = torch.load(path, map_location=device, weights_only=True)
+    except (RuntimeError, EOFError, zipfile.BadZipFile, ValueError, OSError) as error:
+        raise RunError(
+            f"{path}: cannot be read, it is cut off or damaged ({_first_line(error)}). Nothing was "
+            "changed; restore the file, or move it away to begin this run again"
+        ) from None
+    except Exception:  # UnpicklingError, and whatever a file that was never one leads to
+        raise RunError(
+            f"{path}: refused. It is no checkpoint of espformer: it holds objects that only "
+            "running code could restore, or is no checkpoint at all. Nothing was changed"
+        ) from None
+    if not isinstance(checkpoint, dict) or MARK not in checkpoint:
+        raise RunError(
+            f"{path}: refused, this checkpoint was not written by espformer (it has no description "
+            "of its run). Nothing was changed"
+        )
+    return checkpoint
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Checkpoints replace the former one in one step, and are read as tensors alone."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        del storage_options
+        try:
+            with _replacing(Path(path)) as temporary:
+                torch.save(checkpoint, temporary)
+        except (OSError, RuntimeError) as error:
+            # A full disk reaches us as a RuntimeError of torch's file writer.
+            free = shutil.disk_usage(Path(path).parent).free
+            raise RunError(
+                f"{path}: the checkpoint could not be written ({_first_line(error)}; "
+                f"{free / 2**20:.0f} MB free). The one before it is as it was"
+            ) from error
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        del map_location, weights_only
+        return read_checkpoint(Path(path))
+
+
+def check_directory(directory: Path, needed: int = 0) -> None:
+    """Refuse a directory that cannot be written, or has not `needed` bytes left and a margin."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".writable") as file:
+            file.write(b"0" * 4096)
+            file.flush()
+    except OSError as error:
+        raise RunError(
+            f"{directory}: cannot write here ({error.strerror}); choose another place with --output"
+        ) from None
+    free = shutil.disk_usage(directory).free
+    if free < needed + _MARGIN:
+        raise RunError(
+            f"{directory}: {free / 2**20:.0f} MB free, and this run needs about "
+            f"{(needed + _MARGIN) / 2**20:.0f} MB for its checkpoints; make room, or choose "
+            "another place with --output"
+        )
+
+
+class Checkpoints(Checkpoint):
+    """Keeps `last.ckpt`, to go on from, and `best.ckpt`, of the best validation.
+
+    Saves at the end of each epoch, and inside an epoch when `minutes` have passed since the last
+    time. The directory and the disk are looked at before the training begins.
+
+    Args:
+        directory: where the files go.
+        minutes: time between checkpoints inside an epoch; 0 saves after every step.
+        monitor: name of the score that decides what is best; the higher the better.
+    """
+
+    def __init__(self, directory: Path, minutes: float, monitor: str) -> None:
+        self.directory = directory
+        self.minutes = minutes
+        self.monitor = monitor
+        self.best: float | None = None
+        self.best_epoch = -1
+        self.seconds_before: float | None = 0.0
+        """Of former attempts, up to the checkpoint that this one goes on from; None: not known."""
+        self._began = time.monotonic()
+        self._saved_at = time.monotonic()
+
+    @property
+    def seconds(self) -> float | None:
+        """Time of training so far, over all attempts; work that was lost in a stop is not in it."""
+        if self.seconds_before is None:
+            return None
+        return self.seconds_before + time.monotonic() - self._began
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._began = time.monotonic()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            weights = sum(p.numel() * p.element_size() for p in pl_module.parameters())
+            # Weights and two moments, in `last`, in `best`, and in the one being written.
+            check_directory(self.directory, 3 * 3 * weights)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        done = batch_idx + 1
+        # The end of the epoch saves what follows the last batch, and gradients that were
+        # accumulated so far are in no checkpoint.
+        inside = done < trainer.num_training_batches and done % trainer.accumulate_grad_batches == 0
+        if inside and self._due(trainer, done):
+            self._save(trainer, pl_module, (trainer.current_epoch, done))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        score = trainer.callback_metrics.get(self.monitor)
+        if trainer.sanity_checking or trainer.state.fn != "fit" or score is None:
+            return
+        if self.best is None or float(score) > self.best:
+            self.best, self.best_epoch = float(score), trainer.current_epoch
+            trainer.save_checkpoint(self.directory / "best.ckpt", weights_only=True)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._save(trainer, pl_module, (trainer.current_epoch + 1, 0))
+
+    def _due(self, trainer: Trainer, done: int) -> bool:
+        if self.minutes == 0:
+            return True
+        if trainer.world_size > 1 and done % 16:
+            return False  # asking the first process costs a message
+        late = time.monotonic() - self._saved_at > 60 * self.minutes
+        return bool(trainer.strategy.broadcast(late)) if trainer.world_size > 1 else late
+
+    def _save(
+        self, trainer: Trainer, pl_module: LightningModule, position: tuple[int, int]
+    ) -> None:
+        assert isinstance(pl_module, Learner)
+        pl_module.position = position
+        trainer.save_checkpoint(self.directory / "last.ckpt")
+        self._saved_at = time.monotonic()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "best_epoch": self.best_epoch, "seconds": self.seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best, self.best_epoch = state_dict["best"], state_dict["best_epoch"]
+        self.seconds_before = state_dict.get("seconds")  # older checkpoints do not tell

@@ -1,0 +1,172 @@
+"""What all training has: random numbers of a step, the optimiser, and what a checkpoint says."""
+
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from espformer.lab.training.batches import mix_seed
+from espformer.lab.training.config import TrainingRun
+from espformer.lab.training.optimisers import make_optimizer, make_schedule
+from espformer.lab.training.strict import plain
+from espformer.lab.training.tally import Tally
+
+__all__ = ["LOG_EVERY", "MARK", "Learner", "at_least_float32"]
+
+LOG_EVERY = 50
+"""Steps from one logged loss to the next."""
+
+MARK = "espformer"
+"""Key of a checkpoint under which a run describes itself."""
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Losses of 16-bit logits are computed in 32 bits; wider ones stay as they are."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class Learner(LightningModule):
+    """A model and how it is trained; subclasses say what the loss and the score are.
+
+    The random numbers of a step (dropout, augmentation) are decided by the seed, the step and the
+    process, so a run that goes on from a checkpoint draws what it would have drawn. Losses and
+    accuracies are summed on the device and read when an epoch ends; within it, a loss is read and
+    logged only every few steps, so that steps are queued without waiting for the device.
+
+    Args:
+        run: the run.
+        model: the model.
+        augment: random changes of the inputs of a training batch, on the device.
+        normalise: from stored inputs to those of the model, on the device.
+    """
+
+    score = "accuracy"
+    """What is logged as `valid/…` and `test/…` and decides which epoch is best, in percent."""
+
+    def __init__(
+        self,
+        run: TrainingRun,
+        model: nn.Module,
+        augment: nn.Module | None = None,
+        normalise: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.run = run
+        self.model = model
+        self.augment = augment
+        self.normalise = normalise
+        self.tallies = {stage: Tally() for stage in ("train", "valid", "test")}
+        self.position = (0, 0)
+        """(epoch, batch) at which training goes on; set by who saves a checkpoint."""
+        self.lines = False
+        """Print a line after each epoch, for a log without a progress bar."""
+        self._sharded = False
+        self._summed: list[float] | None = None
+        self._epoch_began = time.monotonic()
+
+    @torch.no_grad()
+    def prepare(self, inputs: Tensor, *, training: bool) -> Tensor:
+        """What the model is given for the stored inputs of a batch."""
+        if training and self.augment is not None:
+            inputs = self.augment(inputs)
+        if self.normalise is not None:
+            inputs = self.normalise(inputs)
+        if inputs.is_floating_point() and self.run.trainer.precision.endswith("true"):
+            inputs = inputs.to(next(self.model.parameters()).dtype)
+        return inputs
+
+    def configure_model(self) -> None:
+        if self.run.trainer.strategy == "fsdp" and not self._sharded:
+            from espformer.lab.training.sharding import shard
+
+            mesh: Any = self.device_mesh
+            shard(self.model, mesh["data_parallel"])
+            self._sharded = True
+
+    def configure_optimizers(self) -> Any:
+        config = self.run.optimizer
+        # Lightning does not clip for fused optimisers under autocast.
+        clips_mixed = config.clip_norm is not None and self.run.trainer.precision.endswith("mixed")
+        optimizer = make_optimizer(self.model, config, allow_fused=not clips_mixed)
+        schedule = make_schedule(optimizer, self.run.schedule, config.learning_rate)
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    def on_train_start(self) -> None:
+        self.tallies["train"].prepare(self.device)
+        if self._summed is not None:
+            self.tallies["train"].load(self._summed, self.device)
+            self._summed = None
+
+    def on_train_epoch_start(self) -> None:
+        self.tallies["train"].reset()
+        self._epoch_began = time.monotonic()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        step = self.trainer.fit_loop.total_batch_idx
+        seed = mix_seed(self.run.seed, step, self.global_rank)
+        # torch.manual_seed would also look after the devices that are not used, at some length.
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
+        elif self.device.type != "cpu":
+            torch.manual_seed(seed)
+
+    def on_train_epoch_end(self) -> None:
+        self._log_means("train")
+        if self.lines and self.trainer.is_global_zero:
+            metrics = self.trainer.callback_metrics
+            named = [
+                f"{name} {float(metrics[name]):.4f}"
+                for name in ("train/loss", f"valid/{self.score}")
+                if name in metrics
+            ]
+            seconds = time.monotonic() - self._epoch_began
+            epoch = f"epoch {self.current_epoch + 1}/{self.trainer.max_epochs}"
+            print(", ".join([epoch, *named, f"{seconds:.1f} s"]), flush=True)
+
+    def on_validation_epoch_start(self) -> None:
+        self.tallies["valid"].reset()
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_means("valid")
+
+    def on_test_epoch_start(self) -> None:
+        self.tallies["test"].reset()
+
+    def on_test_epoch_end(self) -> None:
+        self._log_means("test")
+
+    def _log_means(self, stage: str) -> None:
+        world, strategy = self.trainer.world_size, self.trainer.strategy
+        reduce = None if world == 1 else lambda sums: strategy.reduce(sums, reduce_op="sum")
+        for name, value in self.tallies[stage].means(reduce).items():
+            if name in ("loss", self.score):
+                self.log(f"{stage}/{name}", value, prog_bar=stage != "test")
+
+    def log_loss(self, loss: Tensor) -> None:
+        """Log the loss of a step, when it is time to: the others are not even looked at."""
+        if (self.trainer.global_step + 1) % LOG_EVERY == 0:
+            self.log("step_loss", loss.detach(), prog_bar=True, on_step=True, on_epoch=False)
+
+    def weighted(self, loss: Tensor, count: int | Tensor) -> Tensor:
+        """The mean over this process's share, weighted so that processes add up to one mean."""
+        world = self.trainer.world_size
+        if world == 1:
+            return loss
+        dtype = torch.promote_types(loss.dtype, torch.float32)
+        local = torch.as_tensor(count, device=loss.device, dtype=dtype)
+        total = self.trainer.strategy.reduce(local.clone(), reduce_op="sum")
+        return loss * (world * local / total)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        epoch, batch = self.position
+        checkpoint[MARK] = {
+            "run": plain(self.run),
+            "position": {"epoch": epoch, "batch": batch},
+            "summed": self.tallies["train"].state() if batch else None,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._summed = checkpoint[MARK].get("summed")

@@ -1,0 +1,1 @@
+"""Expected Sliced Transport Plans: Algorithm 1, the linear-time operator, and its GPU kernels."""

@@ -1,0 +1,122 @@
+"""An attention as one operator, for compilers: they trace nothing inside.
+
+A compiler unrolls a loop over groups of slices, which takes it minutes, and cannot follow a
+backward that computes a group again to differentiate it. Inside an operator both run as they do
+eagerly, in as little memory, and for all lengths. The backward starts from the inputs, and pays
+for that with one more forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from espformer.ops.common.autograd import refuse_double_backward
+from espformer.ops.esp.problem import Problem
+
+Attend = Callable[[Problem, Tensor], Tensor]
+
+OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? slices, Tensor t"
+MASKS = "Tensor? query_mask, Tensor? key_mask, Tensor? keep, bool one_mask"
+SETTINGS = (
+    "float scale, float inverse_temperature, str metric, str balance, bool hard, str ties, "
+    "str coupling"
+)
+SCHEMA = f"{OPERANDS}, {MASKS}, {SETTINGS}"
+DIFFERENTIABLE, TENSORS = 5, 8  # the first so many arguments
+
+
+def opaque(name: str, attend: Attend) -> Attend:
+    """`attend` by way of the operator ``espformer::<name>``, with its gradient."""
+
+    def forward(*args: Any) -> Tensor:
+        return attend(*_problem(*args)).contiguous()
+
+    def backward(upstream: Tensor, needed: list[bool], *args: Any) -> list[Tensor]:
+        operands: list[Any] = [None if x is None else x.detach() for x in args[: len(needed)]]
+        leaves = [x.requires_grad_() for x in _needed(operands, needed)]
+        with _autograd():
+            out = attend(*_problem(*operands, *args[len(needed) :]))
+            if not out.requires_grad:  # nothing goes through a hard sort
+                return [torch.zeros_like(x) for x in leaves]
+            grads = torch.autograd.grad(out, leaves, upstream, materialize_grads=True)
+        return [x.contiguous() for x in grads]
+
+    operator = torch.library.custom_op(
+        f"espformer::{name}", forward, mutates_args=(), schema=f"({SCHEMA}) -> Tensor"
+    )
+    operator_backward = torch.library.custom_op(
+        f"espformer::{name}_backward", backward, mutates_args=(),
+        schema=f"(Tensor upstream, bool[] needed, {SCHEMA}) -> Tensor[]",
+    )  # fmt: skip
+
+    @operator.register_fake
+    def _(*args: Any) -> Tensor:
+        problem, value = _problem(*args)
+        return value.new_empty((*problem.query.shape[:2], value.shape[-1]), dtype=problem.dtype)
+
+    @operator_backward.register_fake
+    def _(upstream: Tensor, needed: list[bool], *args: Any) -> list[Tensor]:
+        return [x.new_empty(x.shape) for x in _needed(args, needed)]
+
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:TENSORS])
+        ctx.settings = inputs[TENSORS:]
+
+    @refuse_double_backward("espformer's linear-time attention")
+    def gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needed = list(ctx.needs_input_grad[:DIFFERENTIABLE])
+        found = iter(operator_backward(*grads, needed, *ctx.saved_tensors, *ctx.settings))
+        rest = (None,) * (len(ctx.needs_input_grad) - DIFFERENTIABLE)
+        return *(next(found) if need else None for need in needed), *rest
+
+    operator.register_autograd(gradients, setup_context=remember)
+
+    def call(problem: Problem, value: Tensor) -> Tensor:
+        out: Tensor = operator(*_arguments(problem, value))
+        return out
+
+    return call
+
+
+@contextmanager
+def _autograd() -> Iterator[None]:
+    """Records gradients inside an operator, where torch has turned autograd off as a whole."""
+    key = torch._C.DispatchKey
+    with ExitStack() as stack:
+        for off in (key.AutogradFunctionality, key.AutogradOther, key.ADInplaceOrView):
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(off, False))
+        stack.enter_context(torch.enable_grad())
+        yield
+
+
+def _needed(operands: Any, needed: list[bool]) -> list[Tensor]:
+    return [x for x, need in zip(operands, needed, strict=False) if need]
+
+
+def _arguments(problem: Problem, value: Tensor) -> tuple[Any, ...]:
+    """What `SCHEMA` lists."""
+    return (
+        problem.query, problem.key, value, problem.slices, problem.temperatures(),
+        problem.query_mask, problem.key_mask, problem.keep, problem.query_mask is problem.key_mask,
+        problem.scale, problem.inverse_temperature, problem.metric, problem.balance, problem.hard,
+        problem.ties, problem.coupling,
+    )  # fmt: skip
+
+
+def _problem(
+    query: Tensor, key: Tensor, value: Tensor, slices: Tensor | None, t: Tensor,
+    query_mask: Tensor | None, key_mask: Tensor | None, keep: Tensor | None, one_mask: bool,
+    *settings: Any,
+) -> tuple[Problem, Tensor]:  # fmt: skip
+    """The problem and the values of `_arguments`."""
+    scale, inverse_temperature, metric, balance, hard, ties, coupling = settings
+    problem = Problem(
+        query, key, scale, t, inverse_temperature, slices, metric, balance, hard, ties, coupling,
+        query_mask, query_mask if one_mask else key_mask, keep,
+    )  # fmt: skip
+    return problem, value

@@ -1,0 +1,373 @@
+"""ESP attention in linear time: slice costs and plans applied to values, without any N×N matrix.
+
+In rank order a soft sort is ``A = S P``: P permutes tokens into ranks and S mixes near ranks,
+``S = diag(out) κ diag(in)`` with κ the kernel of the sorted numbers. So
+
+    slice_costs:  D_l = (1/N) Σ_n [ (A‖q‖²)_n (TB1)_n + (A1)_n (TB‖k‖²)_n - 2 (AQ)_n · (TBK)_n ]
+    apply_plans:  N · Σ_l σ_l U_l V = Σ_l σ_l A_lᵀ T B_l V
+
+are gathers and products with κ. Slices are worked on in groups: beyond inputs, outputs and the
+sorted numbers only one group's intermediates exist, in the backward too, which recomputes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from espformer.ops.common.autograd import refuse_double_backward
+from espformer.ops.common.exporting import is_exporting
+from espformer.ops.esp.balancing import chebyshev_exponents
+from espformer.ops.esp.coupling import Coupling, couple
+from espformer.ops.esp.custom_op import opaque
+from espformer.ops.esp.exponentials import exponential_sum
+from espformer.ops.esp.problem import Problem
+from espformer.ops.esp.sorted_kernel import SortedKernel
+
+# Elements of one (batch, slices, tokens, width) intermediate: large enough to amortise the
+# overhead of an operator call, small enough to stay near the caches.
+GROUP_ELEMENTS = 1 << 22
+
+
+class Ranking(NamedTuple):
+    """Tokens of every slice in ascending order; ranks past a sequence's length hold its padding."""
+
+    values: Tensor  # (batch, L, N): sorted projections; padding repeats the last true one
+    order: Tensor  # (batch, L, N): the token at each rank
+    ranks: Tensor  # (batch, L, N): the rank of each token
+    valid: Tensor | None  # (batch, 1, N): ranks that are no padding
+    lengths: Tensor  # (batch,)
+
+    def group(self, part: slice, values: Tensor) -> Ranking:
+        """Some of the slices, with the values that gradients shall flow to."""
+        return self._replace(values=values, order=self.order[:, part], ranks=self.ranks[:, part])
+
+
+def rank_tokens(projections: Tensor, mask: Tensor | None) -> Ranking:
+    """Sorts the tokens of every slice; padded tokens come last whatever their projection is."""
+    ranking = sort_tokens(projections, mask)
+    order = ranking.order
+    positions = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return ranking._replace(ranks=torch.zeros_like(order).scatter(-1, order, positions))
+
+
+def sort_tokens(projections: Tensor, mask: Tensor | None) -> Ranking:
+    """The ranking without the rank of each token: `ranks` is left to whoever needs it."""
+    batch, _, tokens = projections.shape
+    projections = projections.contiguous()  # a sort keeps the strides of a transposed matrix
+    positions = torch.arange(tokens, device=projections.device)
+    if mask is None:
+        values, order = projections.sort(dim=-1, stable=True)
+        valid, lengths = None, positions.new_full((batch,), tokens)
+    else:
+        keys = projections.masked_fill(~mask.unsqueeze(1), torch.inf)
+        order = keys.argsort(dim=-1, stable=True)
+        lengths = mask.sum(-1)
+        valid = (positions < lengths.unsqueeze(-1)).unsqueeze(1)
+        # Padding stands where the last token stands: distance zero, and its operand is zero.
+        last = order.gather(
+            -1, (lengths - 1).clamp(min=0).view(-1, 1, 1).expand(-1, order.shape[1], 1)
+        )
+        values = projections.gather(-1, torch.where(valid, order, last))
+    return Ranking(values, order, order, valid, lengths)
+
+
+class _Pick(torch.autograd.Function):
+    """Rows of (batch, tokens, width) in the order of every slice: (batch, slices, tokens, width).
+
+    The backward gathers through the inverse permutation instead of scattering.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.shared = x.dim() == 3
+        return _pick(x, order)
+
+    @staticmethod
+    @refuse_double_backward("espformer's linear-time attention")
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dx = _pick(grads[0], ctx.saved_tensors[0])
+        return (dx.sum(1) if ctx.shared else dx), None, None
+
+
+def _pick(x: Tensor, order: Tensor) -> Tensor:
+    """``x[b, (l,) order[b, l, n]]``, as one row copy per (slice, rank)."""
+    width, tokens = x.shape[-1], x.shape[-2]
+    operands = (order.shape[0], 1, 1) if x.dim() == 3 else (*order.shape[:2], 1)
+    first = torch.arange(math.prod(operands), device=x.device) * tokens
+    rows = order + first.view(operands)
+    return x.reshape(-1, width).index_select(0, rows.flatten()).view(*order.shape, width)
+
+
+def to_ranks(x: Tensor, ranking: Ranking) -> Tensor:
+    """P x: token rows (batch, N, width) to rank rows (batch, L, N, width); padding becomes zero."""
+    rows: Tensor = _Pick.apply(x, ranking.order, ranking.ranks)
+    return rows if ranking.valid is None else torch.where(ranking.valid.unsqueeze(-1), rows, 0)
+
+
+def to_tokens(y: Tensor, ranking: Ranking) -> Tensor:
+    """Pᵀ y: rank rows to token rows, slice by slice; padding becomes zero."""
+    if ranking.valid is not None:
+        y = torch.where(ranking.valid.unsqueeze(-1), y, 0)
+    rows: Tensor = _Pick.apply(y, ranking.ranks, ranking.order)
+    return rows
+
+
+class SoftMixing:
+    """S of a soft sort, ``diag(out) κ diag(in)``: row-stochastic, or doubly stochastic."""
+
+    def __init__(
+        self, kernel: Callable[[Tensor], Tensor], values: Tensor, valid: Tensor | None, balance: str
+    ) -> None:
+        self.kernel = kernel
+        present = values.new_ones(()).expand(values.shape)
+        absent = None
+        if valid is not None:
+            absent = ~valid.unsqueeze(-1)
+            present = present * valid
+        present = present.unsqueeze(-1)
+        row_sums = self._filled(self.kernel(present), absent)
+        self.scale_in: Tensor | None = None
+        if balance == "rows":
+            self.scale_out = row_sums.reciprocal()
+            if absent is not None:  # padded ranks neither give nor take
+                self.scale_out = self.scale_out.masked_fill(absent, 0)
+            return
+        x = row_sums.rsqrt() * present
+        for exponent in chebyshev_exponents():
+            x = x * self._filled(x * self.kernel(x), absent) ** -exponent
+        self.scale_in = self.scale_out = x
+
+    @staticmethod
+    def _filled(x: Tensor, absent: Tensor | None) -> Tensor:
+        return x if absent is None else x.masked_fill(absent, 1)
+
+    def sort(self, x: Tensor) -> Tensor:
+        """S x, both in rank order."""
+        return self.scale_out * self.kernel(x if self.scale_in is None else self.scale_in * x)
+
+    def unsort(self, y: Tensor) -> Tensor:
+        """Sᵀ y."""
+        y = self.kernel(self.scale_out * y)
+        return y if self.scale_in is None else self.scale_in * y
+
+
+class HardMixing:
+    """S of a hard sort: the identity, or the average over tied ranks. Symmetric in both cases."""
+
+    def __init__(self, ranking: Ranking, problem: Problem) -> None:
+        self.tie: Tensor | None = None
+        if problem.ties == "average":
+            new = ranking.values[..., 1:] != ranking.values[..., :-1]
+            if ranking.valid is not None:
+                new = new | (ranking.valid[..., 1:] != ranking.valid[..., :-1])
+            tie = torch.nn.functional.pad(new.cumsum(-1), (1, 0))
+            ones = torch.ones_like(ranking.values)
+            sizes = torch.zeros_like(ones).scatter_add_(-1, tie, ones).gather(-1, tie)
+            self.tie, self.share = tie.unsqueeze(-1), (1 / sizes).unsqueeze(-1)
+
+    def sort(self, x: Tensor) -> Tensor:
+        if self.tie is None:
+            return x
+        tie = self.tie.expand_as(x)
+        return torch.zeros_like(x).scatter_add(-2, tie, x * self.share).gather(-2, tie)
+
+    unsort = sort
+
+
+def _mixing(ranking: Ranking, problem: Problem, inverse_width: Tensor) -> SoftMixing | HardMixing:
+    if problem.hard:
+        return HardMixing(ranking, problem)
+    table = exponential_sum(problem.metric, ranking.values.dtype)
+    kernel = SortedKernel(ranking.values, inverse_width.view(-1, 1, 1), table)
+    return SoftMixing(kernel, ranking.values, ranking.valid, problem.balance)
+
+
+def slice_costs(
+    query: Tensor, key: Tensor, queries: Ranking, keys: Ranking, inverse_width: Tensor,
+    coupling: Coupling | None, problem: Problem,
+) -> Tensor:  # fmt: skip
+    """D, the transport cost of every slice's plan: (batch, L)."""
+    centre = problem.centre()
+    width = max(query.shape[-2], key.shape[-2]) * (query.shape[-1] + 2)
+
+    def costs(
+        part: slice, q: Tensor, k: Tensor, q_values: Tensor, k_values: Tensor, w: Tensor
+    ) -> Tensor:
+        mine, theirs = queries.group(part, q_values), keys.group(part, k_values)
+        a = _mixing(mine, problem, w).sort(to_ranks(moments(q - centre), mine))
+        b = _mixing(theirs, problem, w).sort(to_ranks(comoments(k - centre), theirs))
+        if coupling is not None:
+            b = coupling(b)
+        return (a * b).sum((-2, -1)) / mine.lengths.clamp(min=1).unsqueeze(-1)
+
+    return _by_slice_groups(
+        costs, width, (query, key), (queries.values, keys.values), inverse_width, concatenate=True
+    )
+
+
+def moments(x: Tensor) -> Tensor:
+    """Columns (x, ‖x‖², 1), whose product with ``comoments(y)`` is ``‖x - y‖²``."""
+    return torch.cat([x, x.square().sum(-1, keepdim=True), torch.ones_like(x[..., :1])], -1)
+
+
+def comoments(y: Tensor) -> Tensor:
+    """Columns (-2 y, 1, ‖y‖²)."""
+    return torch.cat([-2 * y, torch.ones_like(y[..., :1]), y.square().sum(-1, keepdim=True)], -1)
+
+
+def apply_plans(
+    value: Tensor, weights: Tensor, queries: Ranking, keys: Ranking, inverse_width: Tensor,
+    coupling: Coupling | None, problem: Problem,
+) -> Tensor:  # fmt: skip
+    """``Σ_l σ_l A_lᵀ T B_l V``: values (batch, M, d) and weights (batch, L) to (batch, N, d)."""
+    width = max(queries.values.shape[-1], value.shape[-2]) * value.shape[-1]
+
+    def output(
+        part: slice, v: Tensor, q_values: Tensor, k_values: Tensor, share: Tensor, w: Tensor
+    ) -> Tensor:
+        mine, theirs = queries.group(part, q_values), keys.group(part, k_values)
+        y = _mixing(theirs, problem, w).sort(to_ranks(v, theirs))
+        if coupling is not None:
+            y = coupling(y)
+        y = to_tokens(_mixing(mine, problem, w).unsort(y), mine)
+        return torch.einsum("blnd,bl->bnd", y, share)
+
+    return _by_slice_groups(
+        output,
+        width,
+        (value,),
+        (queries.values, keys.values, weights),
+        inverse_width,
+        concatenate=False,
+    )
+
+
+def attend(problem: Problem, value: Tensor) -> Tensor:
+    """``N · G V``: (batch, N, d), in time and memory linear in N."""
+    if torch.compiler.is_compiling() and not is_exporting() and not _worth_tracing(problem, value):
+        return _attend_opaquely(problem, value)
+    return _attend(problem, value)
+
+
+def _worth_tracing(problem: Problem, value: Tensor) -> bool:
+    """Whether a compiler shall look inside: slices are one group, and of a size that is fixed."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # heavy: sympy
+
+    batch, tokens, head_dim = problem.query.shape
+    width = max(head_dim + 2, value.shape[-1]) * max(tokens, problem.key.shape[-2])
+    slices = head_dim if problem.slices is None else problem.slices.shape[-2]
+    elements = batch * slices * width
+    return has_static_value(elements) and elements <= GROUP_ELEMENTS
+
+
+def _attend(problem: Problem, value: Tensor) -> Tensor:
+    problem, value = problem.scaled(), value.to(problem.dtype)
+    q_projections, k_projections = problem.projections()
+    queries = rank_tokens(q_projections, problem.query_mask)
+    keys = rank_tokens(k_projections, problem.key_mask)
+    coupling = None
+    if not same_lengths(problem):
+        coupling = couple(
+            problem.coupling, queries.lengths, keys.lengths,
+            queries.values.shape[-1], keys.values.shape[-1], value.dtype,
+        )  # fmt: skip
+    inverse_width = problem.inverse_width()
+    if problem.hard:  # no gradient reaches the numbers that are sorted
+        queries = queries._replace(values=queries.values.detach())
+        keys = keys._replace(values=keys.values.detach())
+        inverse_width = inverse_width.detach()
+    if problem.inverse_temperature:
+        costs = slice_costs(
+            problem.query, problem.key, queries, keys, inverse_width, coupling, problem
+        )
+    else:
+        costs = torch.zeros_like(queries.values[..., 0])
+    weights = problem.slice_weights(costs)
+    return apply_plans(value, weights, queries, keys, inverse_width, coupling, problem)
+
+
+_attend_opaquely = opaque("linear", _attend)
+
+
+def plan(problem: Problem) -> Tensor:
+    """``N · G`` itself, (batch, N, M): the same operator applied to the identity."""
+    key = problem.key
+    eye = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device)
+    return attend(problem, eye.expand(key.shape[0], -1, -1))
+
+
+def same_lengths(problem: Problem) -> bool:
+    """Whether every sequence has as many queries as keys, decided without looking at the data."""
+    return (
+        problem.query.shape[-2] == problem.key.shape[-2] and problem.query_mask is problem.key_mask
+    )
+
+
+def _by_slice_groups(
+    fn: Callable[..., Tensor], width: int, shared: tuple[Tensor, ...], sliced: tuple[Tensor, ...],
+    inverse_width: Tensor, *, concatenate: bool,
+) -> Tensor:  # fmt: skip
+    """``fn(group, *shared, *(t[:, group] for t in sliced), inverse_width)``, added or joined."""
+    batch, slices = sliced[0].shape[:2]
+    # A graph that is exported serves batches and lengths of all sizes: it cannot depend on them.
+    size = slices if is_exporting() else max(1, GROUP_ELEMENTS // max(1, batch * width))
+    size = -(-slices // -(-slices // size))  # as many groups, of nearly equal sizes
+    groups = [slice(i, min(i + size, slices)) for i in range(0, slices, size)]
+    if len(groups) == 1:
+        return fn(groups[0], *shared, *sliced, inverse_width)
+    tensors = (*shared, *sliced, inverse_width)
+    total: Tensor = _SliceGroups.apply(fn, groups, concatenate, len(shared), *tensors)
+    return total
+
+
+class _SliceGroups(torch.autograd.Function):
+    """Runs a function group by group, and again in the backward: one group's graph at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, fn: Callable[..., Tensor], groups: list[slice], concatenate: bool, shared: int,
+        *tensors: Tensor,
+    ) -> Tensor:  # fmt: skip
+        ctx.fn, ctx.groups, ctx.concatenate, ctx.shared = fn, groups, concatenate, shared
+        ctx.save_for_backward(*tensors)
+        results = (fn(group, *_part(tensors, shared, group)) for group in groups)
+        if concatenate:
+            return torch.cat(list(results), 1)
+        total = next(results)
+        for result in results:
+            total = total + result
+        return total
+
+    @staticmethod
+    @refuse_double_backward("espformer's linear-time attention")
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, shared = ctx.saved_tensors, ctx.shared
+        needed = [i for i, need in enumerate(ctx.needs_input_grad[4:]) if need]
+        totals: list[Tensor | None] = [None] * len(tensors)
+        for i in needed:
+            totals[i] = torch.zeros_like(tensors[i])
+        for group in ctx.groups:
+            parts = [part.detach() for part in _part(tensors, shared, group)]
+            for i in needed:
+                parts[i].requires_grad_()
+            with torch.enable_grad():
+                result = ctx.fn(group, *parts)
+            grad = grads[0][:, group] if ctx.concatenate else grads[0]
+            found = torch.autograd.grad(result, [parts[i] for i in needed], grad, allow_unused=True)
+            for i, g in zip(needed, found, strict=True):
+                total = totals[i]
+                if g is not None and total is not None:
+                    (total[:, group] if shared <= i < len(tensors) - 1 else total).add_(g)
+        return None, None, None, None, *totals
+
+
+def _part(tensors: tuple[Tensor, ...], shared: int, group: slice) -> list[Tensor]:
+    """The group's share of the sliced tensors; the shared ones and the last one whole."""
+    last = len(tensors) - 1
+    return [t[:, group] if shared <= i < last else t for i, t in enumerate(tensors)]

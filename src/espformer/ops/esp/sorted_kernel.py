@@ -1,0 +1,308 @@
+"""Linear-time products with the kernel matrix of sorted numbers.
+
+For sorted numbers ``s_1 ≤ … ≤ s_N`` and ``κ[n, j] = k(|s_n - s_j| / width)`` this module computes
+``κ X`` in O(N) time and memory, with its gradients. No N×N matrix exists at any moment.
+
+The kernel is a short sum of exponentials ``k(x) = Re Σ_r w_r exp(-p_r x)``. Ranks are cut into
+chunks. Inside a chunk the small dense block of ``κ`` is used. What all earlier chunks contribute
+to the points of chunk c is carried in one state per pole, measured at the chunk's end ``e_c``:
+
+    H_c = Σ_{j in chunks ≤ c} exp(-p (e_c - s_j)) x_j
+    (κX)_n = (dense block) + Re Σ_r w_r exp(-p_r (s_n - e_{c-1})) H_{c-1,r} + (the mirror image)
+
+and the states obey ``H_c = exp(-p (e_c - e_{c-1})) H_{c-1} + (the chunk's own inflow)``. Every
+exponential has a non-negative argument: no overflow, for any temperature. Distances are always
+differences of sorted numbers scaled afterwards, never differences of scaled numbers: in float32
+that is the difference between working and failing at t = 1e-6.
+
+The gradient is the same operator. With upstream P, κ symmetric and κ' odd,
+
+    dX = κ P,     ds_n = P_n · (κ'X)_n + X_n · (κ'P)_n,     width · d/d width = -Σ_n s_n ds_n,
+
+where κ' has the same poles with weights ``-w_r p_r``. Two things need care. ``exp(-|x|)`` has a
+kink at zero: equal numbers shall not push each other apart by the order they happen to stand in,
+so κ' is zero there. And ``Σ_n s_n ds_n`` cancels when the width is small beside the spread: it is
+added up from pairs, ``(s_n - s_j)`` times the force between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from espformer.ops.common.autograd import refuse_double_backward
+from espformer.ops.esp.exponentials import NEGLIGIBLE, ExponentialSum, decay
+
+CHUNK = 32
+
+
+class Waves:
+    """What chunks hand on to each other: decays ``exp(-p x)`` to and from their borders.
+
+    A chunk receives from the left what stood at the end of the one before it, and from the right
+    what stood at the start of the one after it; the outermost receive zeros. Both sides share one
+    matrix, real and with the columns (left, right), for complex poles (Re left, Re right, Im left,
+    Im right), and so do the rows of their states.
+    """
+
+    def __init__(self, numbers: Tensor, scale: Tensor, poles: Tensor) -> None:
+        first, last = numbers[..., :1], numbers[..., -1:]
+        before = torch.cat([first[..., :1, :], last[..., :-1, :]], -2)
+        after = torch.cat([first[..., 1:, :], last[..., -1:, :]], -2)
+        self.poles, self.scale = poles, scale
+        self.starts, self.ends = first, last
+        self.to_end, self.from_end = (last - numbers) * scale, (numbers - before) * scale
+        self.across, self.step = (after - before) * scale, (last - before) * scale
+        into = self._both(self.to_end, (numbers - first) * scale)
+        self.into = torch.cat([into.real, into.imag], -1) if into.is_complex() else into
+        self.out_of = self._both(self.from_end, (after - numbers) * scale)
+        self.hops = list(self._hops())
+
+    def _decay(self, distance: Tensor) -> Tensor:
+        """``exp(-p x)``: (...) to (..., poles)."""
+        distance = distance.unsqueeze(-1)
+        if not self.poles.is_complex():
+            return decay(self.poles * distance)
+        # Eight times as fast as the exponential of a complex number.
+        return torch.polar(decay(self.poles.real * distance), -self.poles.imag * distance)
+
+    def _both(self, left: Tensor, right: Tensor) -> Tensor:
+        return torch.cat([self._decay(left), self._decay(right)], -1)
+
+    def _hops(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """What is left of the states 1, 2, 4, … chunks on: two of (…, chunks - hop, poles, 1)."""
+        hop = 1
+        while hop < self.ends.shape[-2]:
+            left, right = (
+                self._decay((x[..., hop:, :] - x[..., :-hop, :]) * self.scale).mT
+                for x in (self.ends, self.starts)
+            )
+            yield hop, left, right
+            hop *= 2
+
+    def states(self, x: Tensor) -> Tensor:
+        """H of a split operand, what arrives at every chunk: (batch, slices, chunks, rows, width).
+
+        Adds to every chunk's own what others hand on, by doubling: log2(chunks) steps.
+        """
+        own = self.into.mT @ x
+        if self.poles.is_complex():
+            own = torch.complex(*own.chunk(2, -2))
+        dust = _magnitude(own) * NEGLIGIBLE**1.5
+        left, right = own.chunk(2, -2)
+        for hop, left_decay, right_decay in self.hops:
+            from_left = _without(dust, left[..., :-hop, :, :] * left_decay)
+            from_right = _without(dust, right[..., hop:, :, :] * right_decay)
+            left[..., hop:, :, :].add_(from_left)
+            right[..., :-hop, :, :].add_(from_right)
+        # A chunk receives what its neighbours have.
+        arriving = torch.zeros_like(own)
+        from_left, from_right = arriving.chunk(2, -2)
+        from_left[..., 1:, :, :] = left[..., :-1, :, :]
+        from_right[..., :-1, :, :] = right[..., 1:, :, :]
+        return torch.cat([arriving.real, arriving.imag], -2) if own.is_complex() else arriving
+
+    def readout(self, left: Tensor, right: Tensor) -> Tensor:
+        """The matrix of ``Re Σ_r w_r exp(-p_r x_n) H_r``, with the weights of either side."""
+        weighted = self.out_of * torch.cat([left, right])
+        return torch.cat([weighted.real, -weighted.imag], -1) if weighted.is_complex() else weighted
+
+    def sides(self, pulls: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums over the columns of the left and of the right."""
+        left, right = pulls.unflatten(-1, (-1, 2, len(self.poles))).sum((-3, -1)).unbind(-1)
+        return left, right
+
+    def flow(self, left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
+        """What passes over each chunk: ``Re Σ_r w_r exp(-p_r x) H_r · H_r``, x from end to end."""
+        r = len(self.poles)
+        if not self.poles.is_complex():
+            left, right = left[..., :r, :], right[..., r:, :]
+        else:
+            left = torch.complex(left[..., :r, :], left[..., 2 * r : 3 * r, :])
+            right = torch.complex(right[..., r : 2 * r, :], right[..., 3 * r :, :])
+        meeting = (left * right).sum(-1, keepdim=True).mT
+        return (weights * self._decay(self.across) * meeting).sum(-1).real
+
+
+def _parts(states: Tensor) -> Tensor:
+    return torch.view_as_real(states) if states.is_complex() else states
+
+
+def _magnitude(states: Tensor) -> Tensor:
+    """The largest part of any state of a head: (batch, 1, 1, 1, 1)."""
+    return _parts(states).abs().flatten(1).amax(1).view(-1, 1, 1, 1, 1)
+
+
+def _without(dust: Tensor, states: Tensor) -> Tensor:
+    """Sets to zero, in place, what has decayed several times over: see `NEGLIGIBLE`."""
+    numbers = _parts(states)
+    numbers.masked_fill_(numbers.abs() < (dust.unsqueeze(-1) if states.is_complex() else dust), 0)
+    return states
+
+
+class SortedKernel:
+    """The matrix ``κ[n, j] = k(|s_n - s_j| · inverse_width)``, ready to be multiplied with.
+
+    Args:
+        values: ``(batch, slices, ranks)``, ascending along the last dimension.
+        inverse_width: broadcastable to ``(batch, slices, 1)``: ``1/t`` or ``1/sqrt(t)``.
+        table: the kernel as a sum of exponentials.
+
+    Calling it maps ``(batch, slices, ranks, width)`` to the same shape. Gradients flow to the
+    operand, to ``values`` and to ``inverse_width``.
+    """
+
+    def __init__(self, values: Tensor, inverse_width: Tensor, table: ExponentialSum) -> None:
+        self.values, self.inverse_width, self.table = values, inverse_width, table
+        differentiable = torch.is_grad_enabled() and (
+            values.requires_grad or inverse_width.requires_grad
+        )
+        with torch.no_grad():
+            self._prepare(values.detach(), inverse_width.detach())
+            if differentiable:
+                self._prepare_slopes()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product: Tensor = _Product.apply(self, self.values, self.inverse_width, x)
+        return product
+
+    def _prepare(self, values: Tensor, inverse_width: Tensor) -> None:
+        ranks = values.shape[-1]
+        self.chunk = min(CHUNK, ranks)
+        self.padding = -ranks % self.chunk
+        if self.padding:  # repeat the last number; the operand is padded with zeros
+            values = torch.cat(
+                [values, values[..., -1:].expand(*values.shape[:-1], self.padding)], -1
+            )
+        self.numbers = values.unflatten(-1, (-1, self.chunk))  # (batch, slices, chunks, chunk)
+        self.chunks = self.numbers.shape[-2]
+        self.scale = inverse_width.unsqueeze(-1)
+        self.block = self.table.exact(self._differences().abs_())
+        if self.chunks > 1:
+            self.weights, poles = self._numbers(self.table.weights), self._numbers(self.table.poles)
+            self.slopes = -self.weights * poles
+            self.waves = Waves(self.numbers, self.scale, poles)
+            self.reading = self.waves.readout(self.weights, self.weights)
+
+    def _numbers(self, numbers: tuple[complex, ...]) -> Tensor:
+        real = not any(complex(x).imag for x in self.table.poles)
+        dtype = self.numbers.dtype
+        dtype = dtype if real else torch.promote_types(dtype, torch.complex64)
+        return torch.tensor(numbers, dtype=dtype, device=self.numbers.device)
+
+    def _differences(self) -> Tensor:
+        """``(s_j - s_n) · inverse_width`` inside every chunk."""
+        s = self.numbers
+        return (s.unsqueeze(-2) - s.unsqueeze(-1)).mul_(self.scale.unsqueeze(-1))
+
+    def _prepare_slopes(self) -> None:
+        """Derivatives in ``s_n``, for scaled numbers: of the block, and of what states bring."""
+        x = self._differences()
+        x = x.sign_() if self.table.metric == "absolute" else x.mul_(2)
+        self.block_slope = x.mul_(self.block)
+        if self.chunks > 1:  # κ' is odd: the sides differ in sign
+            self.pulling = self.waves.readout(self.slopes, -self.slopes)
+
+    def _ties(self) -> Waves | None:
+        """Waves that die at once carry what stands at exactly the same number; None if nothing."""
+        first, last = self.numbers[..., 1:, 0], self.numbers[..., :-1, -1]
+        # On a GPU the numbers are not looked at: that would wait for the device.
+        looked_at = first.device.type == "cpu" and not torch.compiler.is_compiling()
+        if looked_at and not bool((first == last).any()):
+            return None
+        fastest = torch.finfo(self.numbers.dtype).max
+        return Waves(self.numbers, self.scale, self.numbers.new_tensor([fastest]))
+
+    def split(self, x: Tensor) -> Tensor:
+        """(batch, slices, ranks, width) to (batch, slices, chunks, chunk, width), zero padded."""
+        if self.padding:
+            x = torch.nn.functional.pad(x, (0, 0, 0, self.padding))
+        return x.unflatten(-2, (self.chunks, self.chunk))
+
+    def join(self, y: Tensor) -> Tensor:
+        return y.flatten(-3, -2)[..., : self.values.shape[-1], :]
+
+    def states(self, x: Tensor) -> Tensor | None:
+        """What a split operand sends from chunk to chunk; None if there is one chunk."""
+        return self.waves.states(x) if self.chunks > 1 else None
+
+    def multiply(self, x: Tensor, states: Tensor | None) -> Tensor:
+        """``κ x`` for a split operand and its states."""
+        y = self.block @ x
+        if states is not None:
+            y.flatten(0, 2).baddbmm_(self.reading.flatten(0, 2), states.flatten(0, 2))
+        return y
+
+    def slope(
+        self, x: Tensor, p: Tensor, x_states: Tensor | None, p_states: Tensor | None
+    ) -> Tensor:
+        """``ds_n = P_n · (κ'X)_n + X_n · (κ'P)_n``: (batch, slices, chunks, chunk)."""
+        force = (p @ x.mT).mul_(self.block_slope)
+        ds = force.sum(-1) - force.sum(-2)
+        if x_states is None or p_states is None:
+            return ds
+        ds += self._pull(p, x_states).sum(-1) + self._pull(x, p_states).sum(-1)
+        ties = self._ties() if self.table.metric == "absolute" else None
+        if ties is not None:  # k'(0) is zero, not -1
+            one = torch.ones_like(self.slopes)
+            undo = ties.readout(one, -one)
+            ds += (undo * (p @ ties.states(x).mT)).sum(-1)
+            ds += (undo * (x @ ties.states(p).mT)).sum(-1)
+        return ds
+
+    def _pull(self, p: Tensor, states: Tensor) -> Tensor:
+        """``P_n · (κ'X)_n`` from other chunks, by states: (batch, slices, chunks, chunk, rows)."""
+        return (p @ states.mT).mul_(self.pulling)
+
+    def stretch(
+        self, x: Tensor, p: Tensor, x_states: Tensor | None, p_states: Tensor | None
+    ) -> Tensor:
+        """``Σ_n s_n ds_n`` for scaled numbers, (batch, slices, 1): pair by pair.
+
+        The way between two numbers leads to the end of a chunk, over whole chunks, and on.
+        """
+        force = (p @ x.mT).mul_(self.block_slope)
+        total = -force.mul_(self._differences()).sum((-3, -2, -1))
+        if x_states is not None and p_states is not None:
+            waves, slopes = self.waves, self.slopes
+            for rows, states in ((p, x_states), (x, p_states)):
+                left, right = waves.sides(self._pull(rows, states))
+                total += (left * waves.from_end - right * waves.to_end).sum((-2, -1))
+            flow = waves.flow(x_states, p_states, slopes) + waves.flow(p_states, x_states, slopes)
+            total += (flow * waves.step).sum((-2, -1))
+        return total.unsqueeze(-1)
+
+
+class _Product(torch.autograd.Function):
+    """``κ x``; what is kept for the backward is O(ranks)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kernel: SortedKernel, values: Tensor, inverse_width: Tensor, x: Tensor
+    ) -> Tensor:
+        parts = kernel.split(x)
+        states = kernel.states(parts)
+        ctx.kernel = kernel
+        ctx.save_for_backward(values, inverse_width, x, states)
+        return kernel.join(kernel.multiply(parts, states))
+
+    @staticmethod
+    @refuse_double_backward("espformer's linear-time soft sort")
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        kernel: SortedKernel = ctx.kernel
+        values, inverse_width, x, states = ctx.saved_tensors
+        p = kernel.split(grads[0])
+        p_states = kernel.states(p)
+        pair = (kernel.split(x), p, states, p_states)
+        d_values = d_inverse_width = dx = None
+        if ctx.needs_input_grad[1]:
+            d_values = kernel.slope(*pair).flatten(-2)[..., : values.shape[-1]] * inverse_width
+        if ctx.needs_input_grad[2]:
+            stretch = kernel.stretch(*pair) / inverse_width
+            d_inverse_width = stretch.sum_to_size(inverse_width.shape)
+        if ctx.needs_input_grad[3]:
+            dx = kernel.join(kernel.multiply(p, p_states))
+        return None, d_values, d_inverse_width, dx

@@ -1,0 +1,48 @@
+"""Fused GPU kernels for ESP attention; :mod:`espformer.ops.esp.linear` is their torch twin."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from espformer.ops.common.masks import zero_padding
+from espformer.ops.esp import linear
+from espformer.ops.esp.problem import Problem
+from espformer.ops.esp.triton import hard, soft
+
+MOST_WIDTH = 256
+
+
+def attend(problem: Problem, value: Tensor) -> Tensor:
+    """``N · G V``: (batch, N, d) in the dtype of `value`; a head that holds NaN is all NaN.
+
+    Rows of `value` that are padding are zero.
+    """
+    if _supported(problem, value):
+        out = (hard if problem.hard else soft).attend(problem, value)
+    else:
+        out = (linear.attend(problem, value) + problem.poison().view(-1, 1, 1)).to(value.dtype)
+    return zero_padding(out, problem.query_mask)
+
+
+def _supported(problem: Problem, value: Tensor) -> bool:
+    """Whether kernels exist: no float64, no wide heads, no offset that needs more than 32 bits."""
+    operands = (problem.query, problem.key, value)
+    if any(x.element_size() > 4 or x.shape[-1] > MOST_WIDTH for x in operands):
+        return False
+    same = linear.same_lengths(problem)
+    queries, keys = problem.query.shape[-2], problem.key.shape[-2]
+    ranks = max(queries, keys) if same else queries + keys  # or pieces of them
+    if any(ranks * x.shape[-1] >= 1 << 31 for x in operands):
+        return False
+    if same:
+        return not problem.hard or problem.ties == "stable"
+    return not problem.hard and problem.coupling != "interpolate"  # which is not monotone
+
+
+def plan(problem: Problem) -> Tensor:
+    """``N · G``, (batch, N, M): the same operator applied to the identity, in blocks of columns."""
+    key = problem.key
+    eye = torch.eye(key.shape[-2], dtype=problem.dtype, device=key.device)
+    rows = zero_padding(eye.expand(key.shape[0], -1, -1), problem.key_mask)
+    return torch.cat([attend(problem, block) for block in rows.split(64, -1)], -1)

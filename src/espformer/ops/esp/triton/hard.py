@@ -1,0 +1,41 @@
+"""Hard plans on the GPU: a sort of both sides, and one gather."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from espformer.ops.esp import linear
+from espformer.ops.esp.problem import Problem
+from espformer.ops.esp.triton.matching import apply_matching, match, matching_costs
+from espformer.ops.esp.triton.ranking import MOST_TOKENS, match_halves
+
+
+def attend(problem: Problem, value: Tensor) -> Tensor:
+    """``N · G V`` for stable ties and as many queries as keys; all NaN in a head that holds one."""
+    query, key, mask = problem.query, problem.key, problem.query_mask
+    matches, shares = _matches(problem)
+    if problem.inverse_temperature:
+        lengths = query.shape[-2] if mask is None else mask.sum(-1, keepdim=True).clamp(min=1)
+        costs = matching_costs(query, key, matches) * (problem.scale**2 / lengths)
+        if problem.slices is not None:
+            costs = costs + shares * 0  # NaN in the slices does not show in distances
+        shares = problem.slice_weights(costs)
+    elif problem.keep is not None:
+        shares = problem.slice_weights(shares) + shares * 0
+    return apply_matching(value, shares, matches)
+
+
+def _matches(problem: Problem) -> tuple[Tensor, Tensor]:
+    """The key that each query meets, (batch, L, N) in int32, and the weights of a plain mean."""
+    with torch.no_grad():  # a permutation has no gradient
+        query, key, mask = problem.query, problem.key, problem.query_mask
+        halves = query.dtype == key.dtype and query.dtype in (torch.bfloat16, torch.float16)
+        halves = halves and query.shape[-2] <= MOST_TOKENS and problem.scale > 0
+        if not halves or problem.slices is not None:
+            sides = problem.scaled().projections()
+            orders = [linear.sort_tokens(x.contiguous(), mask).order.int() for x in sides]
+            shares = problem.poison().unsqueeze(-1) + 1 / orders[0].shape[1]
+            return match(*orders), shares.expand(orders[0].shape[:2])
+        found: tuple[Tensor, Tensor] = match_halves(query, key, mask)
+        return found

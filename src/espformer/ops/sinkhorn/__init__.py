@@ -1,0 +1,1 @@
+"""Sinkhorn attention, the baseline: in torch, and fused for the GPU."""

@@ -1,5 +1,0 @@
-"""A page about trained models: one HTML file with curves, attention maps, plans and slices."""
-
-from espformer.report.page import write_page
-
-__all__ = ["write_page"]

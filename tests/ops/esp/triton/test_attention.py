@@ -1,0 +1,271 @@
+"""``backend="triton"`` against the dense reference in float64: values and every gradient."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import espformer
+from espformer.ops.esp.triton import launch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter is slow: without a GPU, chunks of eight ranks make two from few tokens."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(launch, "CHUNK", {2: 8, 4: 8})
+        monkeypatch.setattr(launch, "LEAST", 2)
+        monkeypatch.setattr(launch, "AHEAD", (2, 2))
+        monkeypatch.setattr(launch, "segment_length", lambda chunks, ahead, walks: ahead)
+
+
+def gradients(
+    tensors: list[Tensor], upstream: Tensor, masks: dict[str, Tensor], **options: Any
+) -> list[Tensor]:
+    query, key, value, temperature = (x.detach().requires_grad_() for x in tensors)
+    out = espformer.esp_attention(
+        query, key, value, sort_temperature=temperature, **masks, **options
+    )
+    leaves = (query, key, value, temperature)
+    found = torch.autograd.grad(out, leaves, upstream.to(out), allow_unused=True)
+    found = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+    return [out.detach(), *found]
+
+
+def compare(
+    queries: int, keys: int, dtype: torch.dtype, tolerance: float, *, batch: int = 2,
+    heads: int = 1, width: int = 3, value_width: int = 4, t: float = 0.2,
+    masked: bool = False, **options: Any,
+) -> None:  # fmt: skip
+    def tokens(count: int, columns: int) -> Tensor:
+        return torch.randn(batch, heads, count, columns, device=DEVICE).to(dtype)
+
+    tensors = [tokens(queries, width), tokens(keys, width), tokens(keys, value_width)]
+    temperature = t * torch.linspace(1, 2, heads, device=DEVICE)
+    upstream = tokens(queries, value_width)
+    masks = {}
+    if masked:
+        lengths = torch.tensor([max(1, keys - 3)] + [keys] * (batch - 1), device=DEVICE)
+        masks["key_mask"] = torch.arange(keys, device=DEVICE) < lengths[:, None]
+        if queries != keys:
+            lengths = torch.tensor([queries] * (batch - 1) + [max(1, queries - 2)], device=DEVICE)
+            masks["query_mask"] = torch.arange(queries, device=DEVICE) < lengths[:, None]
+    got = gradients([*tensors, temperature], upstream, masks, backend="triton", **options)
+    exact = [x.double() for x in (*tensors, temperature)]
+    expected = gradients(exact, upstream, masks, backend="dense", **options)
+    assert got[0].dtype == dtype
+    names = ("out", "query", "key", "value", "temperature")
+    for name, a, b in zip(names, got, expected, strict=True):
+        error = (a.double() - b).norm() / b.norm().clamp(min=1e-2)
+        # The temperature's gradient is a sum over pairs of either sign.
+        bound = 20 * tolerance if name == "temperature" else tolerance
+        assert error <= bound, f"{name}: relative error {error:.1e}"
+
+
+OPTIONS = [
+    pytest.param({}, id="rows"),
+    pytest.param({"inverse_temperature": 0.0}, id="mean"),
+    pytest.param({"balance": "both"}, id="both", marks=pytest.mark.slow),
+    pytest.param({"metric": "squared"}, id="squared", marks=pytest.mark.slow),
+    pytest.param({"hard": True, "inverse_temperature": 1.0}, id="hard"),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "padded"])
+def test_self_attention(options: dict[str, Any], masked: bool) -> None:
+    compare(11, 11, torch.float32, 2e-5, masked=masked, **options)
+
+
+@pytest.mark.parametrize(
+    "masked", [pytest.param(False, marks=pytest.mark.slow), True], ids=["full", "padded"]
+)
+@pytest.mark.parametrize("coupling", ["quantile", pytest.param("identity", marks=pytest.mark.slow)])
+def test_cross_attention(coupling: str, masked: bool) -> None:
+    compare(6, 11, torch.float32, 2e-5, masked=masked, coupling=coupling, inverse_temperature=1.0)
+
+
+@pytest.mark.parametrize("options", OPTIONS[:2] + OPTIONS[-1:])
+def test_padded_half_precision(options: dict[str, Any]) -> None:
+    """float16, whose tokens are sorted as packed words; also with a mask that is a strided view."""
+    compare(11, 11, torch.float16, 5e-3, masked=True, **options)
+    compare(9, 9, torch.float16, 5e-3, batch=1, heads=2, masked=True, **options)
+
+
+@pytest.mark.parametrize("metric", ["absolute", "squared"])
+def test_close_numbers_beside_one_far_away(metric: str) -> None:
+    """Differences are measured where floats are dense: what is far does not round what is near."""
+    t = 5e-5 if metric == "absolute" else 2.5e-9  # half the way between two of them
+    x = torch.arange(8.0).mul(1e-4).repeat(2, 1).mT.contiguous()
+    x[0] = -1000
+    x = x[[3, 0, 7, 5, 1, 6, 2, 4]].view(1, 1, 8, 2).to(DEVICE, torch.float16)
+    value = torch.randn(1, 1, 8, 4, device=DEVICE).half()
+    options = {"sort_temperature": t, "metric": metric, "balance": "both", "scale": 1.0}
+    found = espformer.esp_attention(x, x, value, backend="triton", **options)
+    exact = [y.double() for y in (x, x, value)]
+    expected = espformer.esp_attention(*exact, backend="dense", **options)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=5e-3)
+
+
+def test_one_mask_for_both_sides_needs_no_coupling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("espformer.ops.esp.triton.soft.couple", None)
+    mask = torch.arange(5, device=DEVICE) < torch.tensor([[5], [3]], device=DEVICE)
+    x = torch.randn(2, 1, 5, 2, device=DEVICE)
+    masks = {"query_mask": mask, "key_mask": mask}
+    found = espformer.esp_attention(x, x, x, backend="triton", **masks)
+    expected = espformer.esp_attention(x, x, x, backend="linear", **masks)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("keys", [7, 5], ids=["self", "cross"])
+def test_plans_of_padded_tokens(options: dict[str, Any], keys: int) -> None:
+    query, key = (torch.randn(2, 1, n, 3, device=DEVICE) for n in (7, keys))
+    mask = torch.arange(keys, device=DEVICE) < torch.tensor([[keys], [3]], device=DEVICE)
+    found = espformer.esp_plan(query, key, key_mask=mask, backend="triton", **options)
+    expected = espformer.esp_plan(query, key, key_mask=mask, backend="dense", **options)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+    assert not found[1, :, :, 3:].any(), "padding takes nothing"
+
+
+@pytest.mark.parametrize("metric", ["absolute", "squared"])
+def test_equal_keys_do_not_push_each_other(metric: str) -> None:
+    query, value = (torch.randn(1, 1, 13, n, device=DEVICE).half() for n in (1, 2))
+    key = query.new_full((1, 1, 13, 1), 0.3).requires_grad_()
+    options = {"metric": metric, "sort_temperature": 1e-2, "inverse_temperature": 0.0}
+    out = espformer.esp_attention(query.requires_grad_(), key, value, backend="triton", **options)
+    d_query, d_key = torch.autograd.grad(out, (query, key), torch.randn_like(out))
+    assert d_key.abs().max() <= 2e-4 * d_query.abs().max()
+
+
+def test_half_precision_with_more_keys() -> None:
+    compare(6, 11, torch.float16, 5e-3, masked=True)
+
+
+@pytest.mark.parametrize("t", [1e-37, float("inf")], ids=["none", "infinite"])
+def test_extreme_temperatures(t: float) -> None:
+    query, key, value = torch.randn(3, 1, 1, 6, 4, device=DEVICE).unbind()
+    expected = espformer.esp_attention(query, key, value, sort_temperature=t, backend="dense")
+    found = espformer.esp_attention(query, key, value, sort_temperature=t, backend="triton")
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("balance", ["rows", "both"])
+@pytest.mark.parametrize("metric", ["absolute", "squared"])
+def test_a_hard_soft_sort_exerts_no_force(metric: str, balance: str) -> None:
+    """Numbers a thousand widths apart, or a hundred thousand: nothing of the poles is left."""
+    numbers = torch.stack([torch.randperm(9) for _ in range(4)], -1).float().to(DEVICE)
+    query, key = (x.view(1, 1, 9, 4).requires_grad_() for x in (numbers, numbers.flip(0)))
+    temperature = torch.tensor([1e-6], device=DEVICE, requires_grad=True)
+    value = torch.randn(1, 1, 9, 4, device=DEVICE)
+    out = espformer.esp_attention(
+        query, key, value, sort_temperature=temperature, metric=metric, balance=balance,
+        inverse_temperature=0.0, backend="triton",
+    )  # fmt: skip
+    leaves = (query, key, temperature)
+    for gradient in torch.autograd.grad(out, leaves, torch.randn_like(out)):
+        assert not gradient.any(), gradient
+
+
+@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
+def test_transposed_tokens(hard: bool) -> None:
+    """Heads split off a wide matrix: (batch, tokens, heads, width) seen as (batch, heads, ...)."""
+    split = [torch.randn(1, 6, 2, 4, device=DEVICE).transpose(1, 2) for _ in range(3)]
+    found = espformer.esp_attention(*split, hard=hard, backend="triton")
+    expected = espformer.esp_attention(*split, hard=hard, backend="linear")
+    torch.testing.assert_close(found, expected)
+
+
+def test_one_token() -> None:
+    compare(1, 1, torch.float32, 2e-5)
+
+
+@pytest.mark.slow
+def test_deterministic() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        compare(11, 11, torch.float32, 2e-5)
+        compare(6, 11, torch.float32, 2e-5)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pairs", [1, 2, 4], ids=["a slice", "some slices", "a head"])
+def test_slices_are_worked_on_in_groups(monkeypatch: pytest.MonkeyPatch, pairs: int) -> None:
+    """Of the three slices of two heads, as many at a time as scratch memory holds."""
+    from espformer.ops.esp.triton import operators
+
+    monkeypatch.setattr(launch.PlanKernels, "scratch_bytes", staticmethod(lambda *_: 1))
+    monkeypatch.setattr(operators, "SCRATCH_BYTES", {"absolute": pairs})
+    compare(11, 11, torch.float32, 2e-5, inverse_temperature=1.0)
+
+
+def test_sums_that_leave_the_range_of_float16() -> None:
+    """States are sums over tokens: of 20 values of 6,000 where float16 ends at 65,504."""
+    query, key = torch.randn(2, 1, 1, 20, 2, device=DEVICE).half().unbind()
+    value = torch.full((1, 1, 20, 2), 6000.0, device=DEVICE).half()
+    found = espformer.esp_attention(query, key, value, sort_temperature=50.0, backend="triton")
+    expected = espformer.esp_attention(query, key, value, sort_temperature=50.0, backend="linear")
+    torch.testing.assert_close(found, expected, rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.float16], ids=["float64", "float16"])
+@pytest.mark.parametrize("tau", [0.0, 1.0])
+def test_default_dtype_does_not_matter(default: torch.dtype, tau: float) -> None:
+    tensors = torch.randn(3, 1, 1, 9, 2, device=DEVICE).unbind()
+
+    def attention() -> Tensor:
+        return espformer.esp_attention(*tensors, inverse_temperature=tau, backend="triton")
+
+    expected = attention()
+    torch.set_default_dtype(default)
+    try:
+        torch.testing.assert_close(attention(), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_queries_and_keys_of_different_dtypes() -> None:
+    """As autocast leaves them where one side was computed in float32."""
+    half = torch.randn(1, 1, 9, 2, device=DEVICE).half().requires_grad_()
+    key, value = torch.randn(2, 1, 1, 9, 2, device=DEVICE, requires_grad=True).unbind()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out = espformer.esp_attention(half, key, value, inverse_temperature=1.0, backend="triton")
+        expected = espformer.esp_attention(
+            half, key, value, inverse_temperature=1.0, backend="linear"
+        )
+    torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-2)
+    for a, b in zip(
+        torch.autograd.grad(out.sum(), (half, key)),
+        torch.autograd.grad(expected.sum(), (half, key)),
+        strict=True,
+    ):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+def test_what_torch_computes_has_the_dtype_of_the_values() -> None:
+    query, key, value = (torch.randn(1, 1, n, 4, device=DEVICE).half() for n in (5, 7, 7))
+    out = espformer.esp_attention(query, key, value, straight_through=0.5, backend="triton")
+    assert out.dtype == torch.float16
+
+
+def test_offsets_of_more_than_32_bits_are_left_to_torch() -> None:
+    """Where queries and keys differ in number, pieces are as many as both together, at most."""
+    from espformer.ops.esp.problem import Problem
+    from espformer.ops.esp.triton import _supported
+
+    def supported(queries: int, keys: int) -> bool:
+        query, key = (torch.empty(1, n, 256, device="meta") for n in (queries, keys))
+        return _supported(Problem(query, key, 1.0, 0.1), key)
+
+    assert supported(5_000_000, 5_000_000)
+    assert supported(4_000_000, 3_000_000)
+    assert not supported(5_000_000, 4_000_000)
+    assert not supported(9_000_000, 9_000_000)

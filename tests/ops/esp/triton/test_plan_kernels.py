@@ -1,0 +1,281 @@
+"""The chunk kernels against dense kernel matrices, in float64."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from espformer.ops.esp.triton import balance, column, launch, norms
+from espformer.ops.esp.triton.launch import Gradients, PlanKernels, segment_length
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter is slow: without a GPU, chunks of four ranks make several from few tokens."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(launch, "CHUNK", {2: 4, 4: 4})
+        monkeypatch.setattr(launch, "LEAST", 2)
+        monkeypatch.setattr(launch, "AHEAD", (2, 2))
+        monkeypatch.setattr(launch, "segment_length", lambda chunks, ahead, walks: ahead)
+
+
+CASES = [
+    pytest.param("absolute", 2, 2, 11, 5, 0.1, id="absolute-B2-L2-N11-D5"),
+    pytest.param("absolute", 1, 1, 8, 17, 0.3, id="absolute-B1-L1-N8-D17"),
+    pytest.param("absolute", 1, 1, 1, 5, 1.0, id="absolute-B1-L1-N1-D5"),
+    pytest.param("absolute", 2, 1, 3, 2, 1.0, id="absolute-B2-L1-N3-D2"),
+    pytest.param("squared", 1, 2, 11, 4, 0.1, id="squared-B1-L2-N11-D4"),
+    pytest.param("squared", 1, 1, 4, 2, 0.1, id="squared-B1-L1-N4-D2"),
+    # Two blocks of columns; full chunks without masks; full ones and a last one that goes apart.
+    pytest.param("absolute", 1, 2, 11, 40, 0.1, id="absolute-B1-L2-N11-D40"),
+    pytest.param("squared", 1, 1, 8, 64, 0.1, id="squared-B1-L1-N8-D64"),
+    pytest.param("absolute", 2, 1, 11, 32, 0.3, id="absolute-B2-L1-N11-D32"),
+    # A last one that is shorter than others, after several and after one.
+    pytest.param("absolute", 2, 1, 9, 32, 0.3, id="absolute-B2-L1-N9-D32"),
+    pytest.param("squared", 1, 1, 5, 32, 0.3, id="squared-B1-L1-N5-D32"),
+    # Five segments: what leaves the first of them passes through others.
+    pytest.param("absolute", 1, 2, 33, 2, 1.0, id="absolute-B1-L2-N33-D2"),
+    pytest.param("squared", 1, 1, 33, 2, 1.0, id="squared-B1-L1-N33-D2"),
+]
+
+
+class Side:
+    """Sorted numbers with many ties, rows of tokens, scales, and the dense kernel and its slope."""
+
+    def __init__(self, metric: str, batch: int, slices: int, ranks: int, width: int, t: float):
+        numbers = (torch.randn(batch, slices, ranks) * 4).round() / 4
+        if ranks > 30:
+            numbers[..., :24] = 0.25  # all ranks of two segments of eight, and more around them
+        self.values, self.order = numbers.to(DEVICE).sort(-1)
+        self.rows = torch.randn(batch, ranks, width, device=DEVICE)
+        self.scale, self.factor = torch.rand(2, batch, slices, ranks, device=DEVICE).unbind()
+        rate = 1 / t if metric == "absolute" else t**-0.5
+        self.rates = rate * torch.linspace(1, 0.5, batch, device=DEVICE)  # every head has its own
+        gap = (self.values.unsqueeze(-1) - self.values.unsqueeze(-2)).double()
+        gap = gap * self.rates.view(-1, 1, 1, 1)
+        if metric == "absolute":
+            self.matrix = torch.exp(-gap.abs())
+            self.slope = -gap.sign() * self.matrix
+        else:
+            self.matrix = torch.exp(-(gap**2))
+            self.slope = -2 * gap * self.matrix
+
+    def ranked(self) -> Tensor:
+        """Rows of every slice in the order of its ranks, times the factor."""
+        rows = self.rows.unsqueeze(1).expand(-1, self.order.shape[1], -1, -1).double()
+        rows = rows.gather(2, self.order.unsqueeze(-1).expand_as(rows))
+        return rows * self.factor.unsqueeze(-1)
+
+    def to_tokens(self, ranked: Tensor, weight: Tensor) -> Tensor:
+        ranked = ranked * (self.factor * weight.unsqueeze(-1)).unsqueeze(-1)
+        index = self.order.unsqueeze(-1).expand_as(ranked)
+        return torch.zeros_like(ranked).scatter_(2, index, ranked).sum(1)
+
+    def slopes(self, x: Tensor, p: Tensor) -> Tensor:
+        return (p * (self.slope @ x) + x * (self.slope @ p)).sum(-1) * self.rates.view(-1, 1, 1)
+
+
+def close(got: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
+    atol = tolerance * (1 + float(expected.abs().max()))
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(("metric", "batch", "slices", "ranks", "width", "t"), CASES)
+def test_plans(metric: str, batch: int, slices: int, ranks: int, width: int, t: float) -> None:
+    keys, queries = (Side(metric, batch, slices, ranks, width, t) for _ in range(2))
+    weight = torch.rand(batch, slices, device=DEVICE)
+    plans = PlanKernels(
+        torch.float32, metric, queries.values, keys.values, queries.order.int(), keys.order.int(),
+        keys.rates, queries.scale * keys.scale,
+        keys.factor, queries.factor,
+    )  # fmt: skip
+    x, g = keys.ranked(), queries.ranked()
+    y, z = keys.matrix @ x, queries.matrix @ g
+    scale = (keys.scale * queries.scale).double().unsqueeze(-1)
+    w, p = scale * y, scale * z
+
+    out = torch.zeros_like(queries.rows)
+    plans.apply(keys.rows, weight, out)
+    expected = queries.to_tokens(queries.matrix @ w, weight)
+    close(out, expected)
+    by_slice = torch.zeros(batch, slices, ranks, width, device=DEVICE)
+    plans.apply(keys.rows, weight, by_slice)
+    close(by_slice.sum(1), expected)
+
+    totals = (w * z).sum((-2, -1))
+    crossed = torch.full_like(weight, torch.nan)
+    plans.cross(queries.rows, keys.rows, crossed)
+    close(crossed, totals)
+
+    dx, dg = torch.zeros_like(keys.rows), torch.zeros_like(queries.rows)
+    ranked = torch.full((5, batch, slices, ranks), torch.nan, device=DEVICE).unbind()
+    found = Gradients(*torch.full((2, *weight.shape), torch.nan, device=DEVICE), *ranked)
+    plans.grad(queries.rows, keys.rows, weight, dx, dg, found)
+    each = weight.double().unsqueeze(-1)
+    dots = (y * z).sum(-1) * each
+    kp, kw = keys.matrix @ p, queries.matrix @ w
+    close(dx, keys.to_tokens(kp, weight))
+    close(dg, queries.to_tokens(kw, weight))
+    close(found.weight, totals)
+    close(found.key_values, keys.slopes(x, p) * each)
+    close(found.query_values, queries.slopes(g, w) * each)
+    stretch = (keys.values * found.key_values + queries.values * found.query_values).sum(-1)
+    close(found.width, stretch.double() / keys.rates.double().view(-1, 1))
+    close(found.scale, dots)
+    close(ranked[3], (x * kp).sum(-1) * each / keys.factor)
+    close(ranked[4], (g * kw).sum(-1) * each / queries.factor)
+
+
+@pytest.mark.parametrize(("metric", "batch", "slices", "ranks", "width", "t"), CASES)
+def test_slopes_of_columns(
+    monkeypatch: pytest.MonkeyPatch,
+    metric: str, batch: int, slices: int, ranks: int, width: int, t: float,
+) -> None:  # fmt: skip
+    """One number per rank, through several blocks, with ties within and across them."""
+    monkeypatch.setattr(column, "BLOCK", 4)
+    monkeypatch.setattr(column, "LEAST_BLOCK", 4)
+    side = Side(metric, batch, slices, ranks, width, t)
+    x, p = torch.randn(2, batch, slices, ranks, device=DEVICE).unbind()
+    inverse_width = side.rates
+    slope = column.sorted_slope(p, x, side.values, inverse_width, metric, True)
+    close(slope, side.slopes(x.double().unsqueeze(-1), p.double().unsqueeze(-1)))
+
+
+def test_faint_forces() -> None:
+    """Between numbers 20 widths apart: below the last digit of what stands at a rank, but right."""
+    values = 20 * torch.tensor([[[0.0, 1.0, 2.5, 2.5, 4.0]]], device=DEVICE)
+    x, p = torch.rand(2, 1, 1, 5, device=DEVICE).unbind()
+    found = column.sorted_slope(p, x, values, torch.ones(1, device=DEVICE), "absolute", True)
+    gap = (values.unsqueeze(-1) - values.unsqueeze(-2)).double()
+    slope = -gap.sign() * torch.exp(-gap.abs())
+    each = p.double() * (slope @ x.double().unsqueeze(-1)).squeeze(-1)
+    each = each + x.double() * (slope @ p.double().unsqueeze(-1)).squeeze(-1)
+    assert 0 < each.abs().max() < 1e-8
+    torch.testing.assert_close(
+        found[..., [0, 1, 4]].double(), each[..., [0, 1, 4]], rtol=1e-5, atol=0
+    )
+
+
+@pytest.mark.parametrize("balanced", [False, True], ids=["rows", "balanced"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["added", "by slice"])
+@pytest.mark.parametrize(("metric", "t"), [("absolute", 0.3), ("squared", 0.1)])
+def test_norm_costs(
+    monkeypatch: pytest.MonkeyPatch, metric: str, t: float, deterministic: bool, balanced: bool
+) -> None:
+    """Squared norms through several blocks, with ties, and the gradient of everything."""
+    monkeypatch.setattr(column, "BLOCK", 4)
+    monkeypatch.setattr(column, "LEAST_BLOCK", 4)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    batch, slices, ranks = 2, 3, 11
+    side = Side(metric, batch, slices, ranks, 1, t)
+    square, given = torch.rand(batch, ranks), torch.rand(batch, slices, ranks)
+    factor = torch.rand(batch, slices, ranks) + 0.5
+    square, given, factor = (x.to(DEVICE).requires_grad_() for x in (square, given, factor))
+    values = side.values.requires_grad_()
+    inverse_width = side.rates
+    out = norms.norm_costs(
+        square, side.order.int(), given, factor if balanced else None, values, inverse_width,
+        metric, True,
+    )  # fmt: skip
+    gathered = square.double().unsqueeze(1).expand(-1, slices, -1).gather(-1, side.order.long())
+    x = gathered * factor.double() if balanced else gathered
+    kx = (side.matrix @ x.unsqueeze(-1)).squeeze(-1)
+    expected = (given.double() * kx).sum(-1)
+    close(out.detach(), expected.detach())
+    leaves = [square, given, factor] if balanced else [square, given]
+    upstream = torch.randn_like(out)
+    *found, slope = torch.autograd.grad(out, [*leaves, values], upstream)
+    for a, b in zip(found, torch.autograd.grad(expected, leaves, upstream.double()), strict=True):
+        close(a, b.double())
+    p = upstream.double().unsqueeze(-1) * given.detach().double()
+    close(slope, side.slopes(x.detach().unsqueeze(-1), p.unsqueeze(-1)))
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize(("metric", "t"), [("absolute", 0.3), ("squared", 0.1)])
+def test_row_scales(monkeypatch: pytest.MonkeyPatch, metric: str, t: float, padded: bool) -> None:
+    """What makes a soft sort row-stochastic, and its gradient; padding neither gives nor takes."""
+    monkeypatch.setattr(column, "BLOCK", 4)
+    monkeypatch.setattr(column, "LEAST_BLOCK", 4)
+    side = Side(metric, 2, 2, 7, 1, t)
+    lengths = torch.tensor([5, 7] if padded else [7, 7], dtype=torch.int32, device=DEVICE)
+    present = (torch.arange(7, device=DEVICE) < lengths.view(2, 1, 1)).double().unsqueeze(-1)
+    inverse_width = side.rates
+    values = side.values.requires_grad_()
+    given = lengths if padded else None
+    scales = column.row_scales(values, given, inverse_width, metric, True)
+    expected = present / (side.matrix @ present)
+    close(scales.detach(), expected.squeeze(-1))
+    upstream = torch.randn_like(scales)
+    (found,) = torch.autograd.grad(scales, values, upstream)
+    close(found, side.slopes(present, -upstream.double().unsqueeze(-1) * expected**2))
+
+
+def test_long_walks_keep_their_digits() -> None:
+    """Every step turns by a small angle, and errors of as many as a thousand add up."""
+    side = Side("squared", 1, 1, 1500, 1, 1.0)
+    scales = column.row_scales(side.values, None, side.rates, "squared", True)
+    expected = 1 / side.matrix.sum(-1)
+    torch.testing.assert_close(scales.double(), expected, rtol=8e-6, atol=0)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize(("metric", "t"), [("absolute", 0.3), ("squared", 0.1)])
+def test_balanced_scales(
+    monkeypatch: pytest.MonkeyPatch, metric: str, t: float, padded: bool
+) -> None:
+    """The fixed point, and its gradient by a dense solution."""
+    monkeypatch.setattr(column, "BLOCK", 4)
+    monkeypatch.setattr(column, "LEAST_BLOCK", 4)
+    side = Side(metric, 2, 2, 7, 1, t)
+    lengths = torch.tensor([5, 7] if padded else [7, 7], dtype=torch.int32, device=DEVICE)
+    present = (torch.arange(7, device=DEVICE) < lengths.view(2, 1, 1)).double().unsqueeze(-1)
+    x = present
+    for _ in range(60):
+        x = present * x / (x * (side.matrix @ x)).where(present > 0, 1).sqrt()
+    width, values = side.rates.requires_grad_(), side.values.requires_grad_()
+    scales = balance.balanced_scales(values, lengths if padded else None, width, metric, True)
+    close(scales.detach(), x.squeeze(-1), 2e-6)
+    upstream = torch.randn_like(scales)
+    found, d_width = torch.autograd.grad(scales, (values, width), upstream)
+    system = torch.eye(7, device=DEVICE) + x * side.matrix * x.mT
+    v = torch.linalg.solve(system, x * upstream.double().unsqueeze(-1))
+    slope = side.slopes(x, -x * v)
+    close(found, slope)
+    close(d_width, (slope * values.detach()).sum((1, 2)) / side.rates.detach())
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+def test_centred_rows(masked: bool) -> None:
+    x = torch.randn(2, 5, 3, device=DEVICE, requires_grad=True)
+    centre = torch.randn(2, 3, device=DEVICE)
+    mask = torch.rand(2, 5, device=DEVICE) < 0.7 if masked else None
+    exact = (x.double() - centre.double().unsqueeze(1)) * 0.5
+    if mask is not None:
+        exact = exact * mask.unsqueeze(-1)
+    expected = (exact, exact.square().sum(-1))
+    found = norms.centre_rows(x, centre, mask, 0.5)
+    for a, b in zip(found, expected, strict=True):
+        close(a.detach(), b.detach())
+    upstream = [torch.randn_like(a) for a in found]
+    (dx,) = torch.autograd.grad(found, x, upstream)
+    (expected_dx,) = torch.autograd.grad(expected, x, [u.double() for u in upstream])
+    close(dx, expected_dx.double())
+
+
+def test_walks_are_cut_where_that_is_shorter() -> None:
+    """In steps of the longest chain of loads, and into no more programs than run at once."""
+    for chunks, ahead, walks in itertools.product((1, 16, 65, 256, 2048, 16384), (4, 8), (2, 512)):
+        length = segment_length(chunks, ahead, walks)
+        steps, own = -(-chunks // ahead), -(-length // ahead)
+        segments = -(-chunks // length)
+        assert length % ahead == 0
+        assert segments == 1 or 2 * own + segments < steps
+        assert walks * segments <= max(walks, launch.SCANNING)
+    assert segment_length(16384, 8, 4) == 256
+    assert segment_length(16384, 8, 4096) >= 16384
