@@ -7,7 +7,7 @@ from torch import Tensor
 
 from espformer import esp_attention
 
-METRICS, BALANCES = ("absolute", "squared"), ("rows", "both")
+METRICS, BALANCES, UNITS = ("absolute", "squared"), ("rows", "both"), ("spread", "absolute")
 COUPLINGS = ("quantile", "interpolate", "identity")
 
 # Linear against dense in float64: absolute for outputs, relative for gradients. The squared metric
@@ -36,11 +36,11 @@ def some(*shape: int, share: float = 0.7) -> Tensor:
 def differentiate(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> dict[str, Tensor]:
     """The output of ``esp_attention`` and, by name, its gradients for a fixed upstream gradient.
 
-    Gradients are those of query, key and value, and of slices and sort_temperature if they are
-    tensors; no gradient counts as zero.
+    Gradients are those of query, key and value, and of slices, their logits and sort_temperature if
+    they are tensors; no gradient counts as zero.
     """
     inputs = {"query": query, "key": key, "value": value}
-    for name in ("slices", "sort_temperature"):
+    for name in ("slices", "slice_logits", "sort_temperature"):
         if isinstance(options.get(name), Tensor):
             inputs[name] = options.pop(name)
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
@@ -87,7 +87,9 @@ def assert_linear_is_dense(
     metric = options.get("metric", "absolute")
     # Forces between tokens are of the order 1/width: their rounding is, and where tokens tie, so
     # is a slope that is off by 2e-9 (squared). Times tokens they add up to the slices' gradients.
-    t = float(torch.as_tensor(options.get("sort_temperature", 0.1)).min())
+    t = float(torch.as_tensor(options.get("sort_temperature", 0.3)).min())
+    if options.get("temperature_unit", "spread") == "spread" and metric == "squared":
+        t = t**2
     floor = 1e-3 + (1e-6 / t if metric == "absolute" else 1e-2 / t**0.5)
     floor *= max(1.0, float(query.abs().max()), float(key.abs().max()))
     assert_agree(

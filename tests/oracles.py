@@ -17,8 +17,9 @@ def attention_matrix(
     query: Matrix,
     key: Matrix,
     *,
-    sort_temperature: float = 0.1,
-    inverse_temperature: float = 0.1,
+    sort_temperature: float = 0.3,
+    temperature_unit: str = "spread",
+    inverse_temperature: float = 0.0,
     metric: str = "absolute",
     balance: str = "rows",
     hard: bool = False,
@@ -42,7 +43,7 @@ def attention_matrix(
     plans, costs = [], []
     for direction in theta:
         sort = hard_sort if hard else soft_sort
-        option = ties if hard else (sort_temperature, metric, balance)
+        option = ties if hard else (sort_temperature, temperature_unit, metric, balance)
         A, B = sort(Q @ direction, option), sort(K @ direction, option)
         T = COUPLINGS[coupling](len(rows), len(columns))
         U = A.T @ T @ B / len(rows)
@@ -58,10 +59,18 @@ def attention_matrix(
     return full
 
 
-def soft_sort(numbers: Matrix, option: tuple[float, str, str]) -> Matrix:
-    """``softmax_i(-dist(sorted_n, v_i) / t)``; rows are ranks, columns are tokens."""
-    temperature, metric, balance = option
+def soft_sort(numbers: Matrix, option: tuple[float, str, str, str]) -> Matrix:
+    """``softmax_i(-dist(sorted_n, v_i) / t)``; rows are ranks, columns are tokens.
+
+    In units of the spread the width of the kernel is t times the standard deviation.
+    """
+    temperature, unit, metric, balance = option
     count = len(numbers)
+    if unit == "spread":
+        mean = sum(numbers) / count
+        deviation = math.sqrt(sum((x - mean) ** 2 for x in numbers) / count)
+        temperature *= deviation or 1.0
+        temperature = temperature**2 if metric == "squared" else temperature
     ascending = sorted(numbers)
     kernel = np.zeros((count, count))
     for rank in range(count):

@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from espformer import esp_attention
+from espformer.ops.esp.options import KERNEL_OPTIONS, ESPOptions
 from tests.compare import assert_agree, differentiate, some, tokens
 
 CASES = {
@@ -85,14 +86,16 @@ def test_a_falling_temperature_is_compiled_once_more():
 def test_the_operator_keeps_the_rules_of_torch():
     query, key, value = (x.requires_grad_() for x in tokens(2, n=7))
     mask = some(2, 7)
+    options = ESPOptions(scale=0.5, inverse_temperature=0.7)
+    settings = [getattr(options, name) for name in KERNEL_OPTIONS]
     arguments = (
-        query, key, value, None, torch.tensor([0.1, 0.3]).double(), mask, mask, None, True,
-        0.5, 0.7, "absolute", "rows", False, "stable", "quantile",
+        query, key, value, None, torch.randn(2, 4).double(), torch.tensor([0.1, 0.3]).double(),
+        mask, mask, None, True, *settings,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.espformer.linear, arguments)
     upstream = torch.ones_like(value).detach()
     arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
-    needed = [True, False, True, False, True]
+    needed = [True, False, True, False, True, True]
     torch.library.opcheck(torch.ops.espformer.linear_backward, (upstream, needed, *arguments))
 
 

@@ -136,7 +136,7 @@ def test_a_graph_can_be_walked_twice(options):
     query, key, value = tokens(2, n=40)
     value.requires_grad_()
     query.requires_grad_()
-    out = esp_attention(query, key, value, **options)
+    out = esp_attention(query, key, value, **{"inverse_temperature": 0.1} | options)
     one = torch.autograd.grad(out.sum(), (query, value), retain_graph=True)
     two = torch.autograd.grad(out.sum(), (query, value))
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
@@ -206,8 +206,10 @@ def test_both_functions_take_the_same_options():
 def test_defaults_are_the_documented_ones():
     query, key, value = tokens(2, 3, n=20)
     spelled_out = esp_attention(
-        query, key, value, sort_temperature=0.1, inverse_temperature=0.1, metric="absolute",
-        balance="rows", hard=False, straight_through=False, ties="stable", coupling="quantile",
-        slices=None, query_mask=None, key_mask=None, scale=0.5, slice_dropout=0.0, backend="auto",
+        query, key, value, sort_temperature=0.3, temperature_unit="spread",
+        inverse_temperature=0.0, metric="absolute", balance="rows", hard=False,
+        straight_through=False, ties="stable", coupling="quantile", slices=None,
+        slice_logits=None, query_mask=None, key_mask=None, scale=0.5, slice_dropout=0.0,
+        backend="auto",
     )  # fmt: skip
     assert torch.equal(esp_attention(query, key, value), spelled_out)

@@ -108,7 +108,7 @@ def test_scale_multiplies_queries_and_keys(options, backend):
 def test_scale_and_temperature_trade():
     query, key, value = tokens(2, n=37)
     for metric, power in (("absolute", 1), ("squared", 2)):
-        options = {"metric": metric, "inverse_temperature": 0.0}
+        options = {"metric": metric, "temperature_unit": "absolute"}
         torch.testing.assert_close(
             esp_attention(query, key, value, scale=3.0, sort_temperature=0.3 * 3**power, **options),
             esp_attention(query, key, value, scale=1.0, sort_temperature=0.3, **options),

@@ -75,7 +75,7 @@ def test_directions_straight_through_are_soft(share: float) -> None:
         basis
     )
     columns = torch.func.jacrev(lambda q: attend(q, share))(query)
-    torch.testing.assert_close(rows.flatten(1).mT, columns.view(-1, query.numel()))
+    torch.testing.assert_close(rows.flatten(1).mT, columns.reshape(-1, query.numel()))
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(query, direction)
         out = esp_attention(dual, key, value, straight_through=share, backend="dense")
@@ -97,7 +97,9 @@ def test_temperatures_side_by_side(metric: str) -> None:
 
 
 def test_ensembles_of_layers_that_learn_their_temperature() -> None:
-    layers = [Attention(8, 2, ESP(t, learn_temperature=True)) for t in (0.1, 0.3, 1.0)]
+    layers = [
+        Attention(8, 2, ESP(sort_temperature=t, learn_temperature=True)) for t in (0.1, 0.3, 1.0)
+    ]
     parameters, buffers = torch.func.stack_module_state(layers)
     x = torch.randn(2, 5, 8)
 

@@ -25,10 +25,10 @@ NAMES = ["0.mechanism", "1.mechanism", "3.0.mechanism.base"]
 def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        Attention(12, 2, ESP(0.2)),
-        Attention(12, 2, ESP(0.3, learn_temperature=True)),
+        Attention(12, 2, ESP(sort_temperature=0.2)),
+        Attention(12, 2, ESP(sort_temperature=0.3, learn_temperature=True)),
         Attention(12, 2, Softmax()),
-        nn.Sequential(Attention(12, 2, Differential(ESP(0.4)))),
+        nn.Sequential(Attention(12, 2, Differential(ESP(sort_temperature=0.4)))),
     ).double()
 
 
@@ -49,7 +49,7 @@ def test_set_and_get(model):
 def test_what_is_set_is_what_runs(model):
     x = torch.randn(2, 7, 12, dtype=torch.float64)
     set_sort_temperature(model, 0.05)
-    fresh = Attention(12, 2, ESP(0.05)).double()
+    fresh = Attention(12, 2, ESP(sort_temperature=0.05)).double()
     for index in (0, 1):
         weights = {k: v for k, v in model[index].state_dict().items() if "mechanism" not in k}
         fresh.load_state_dict(weights)
@@ -70,7 +70,7 @@ def test_anneal_multiplies_each_head(model):
 @pytest.mark.parametrize("metric", ["absolute", "squared"])
 @pytest.mark.parametrize("learn", [False, True], ids=["given", "learnt"])
 def test_anneal_stops_where_soft_is_hard(metric, learn):
-    layer = Attention(12, 2, ESP(0.3, learn_temperature=learn, metric=metric))
+    layer = Attention(12, 2, ESP(sort_temperature=0.3, learn_temperature=learn, metric=metric))
     x = torch.randn(2, 7, 12)
     for _ in range(20):
         anneal(layer, 1e-30)

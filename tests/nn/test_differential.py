@@ -41,7 +41,7 @@ PLANS = {
     "softmax": (Softmax(), functional.softmax_plan),
     "sinkhorn": (Sinkhorn(4), lambda q, k: functional.sinkhorn_plan(q, k, iterations=4)),
     "esp": (
-        ESP(0.2, 1.0),
+        ESP(sort_temperature=0.2, inverse_temperature=1.0),
         lambda q, k: functional.esp_plan(
             q[:, None],
             k[:, None],
@@ -81,7 +81,7 @@ def test_one_head_is_two_of_half_the_width():
 
 @pytest.mark.parametrize("heads", [1, 4])
 def test_matrix_is_the_difference(heads):
-    mechanism = bound(Differential(ESP(0.2, balance="both"), 0.4), heads, 6)
+    mechanism = bound(Differential(ESP(sort_temperature=0.2, balance="both"), 0.4), heads, 6)
     q, k, v = (draw(2, heads, 7, 6, seed=s) for s in range(3))
     matrix = mechanism.matrix(q, k)
     assert matrix.shape == (2, heads, 7, 7)
@@ -125,7 +125,7 @@ def test_the_base_learns_for_both_groups():
 
 
 def test_state_dict_round_trip():
-    mechanism = bound(Differential(ESP(0.2, learn_temperature=True)), 4, 6)
+    mechanism = bound(Differential(ESP(sort_temperature=0.2, learn_temperature=True)), 4, 6)
     mechanism.base.hard = True
     other = Differential(ESP(learn_temperature=True)).bind(4, 6).double()
     other.load_state_dict(mechanism.state_dict())

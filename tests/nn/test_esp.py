@@ -63,7 +63,14 @@ def test_every_setting_reaches_the_function(setting, qkv, monkeypatch):
 
 def test_is_the_function(qkv):
     slicer = FrozenSlicer(4, WIDTH, heads=HEADS, seed=1).double()
-    mechanism = ESP(0.3, 2.0, metric="squared", balance="both", slicer=slicer, backend="dense")
+    mechanism = ESP(
+        sort_temperature=0.3,
+        inverse_temperature=2.0,
+        metric="squared",
+        balance="both",
+        slicer=slicer,
+        backend="dense",
+    )
     expected = functional.esp_attention(
         *qkv,
         sort_temperature=0.3,
@@ -85,13 +92,13 @@ def test_slice_dropout_is_for_training(qkv):
 
 
 def test_learnt_temperatures_start_at_the_fixed_one(qkv):
-    learnt = ESP(0.3, learn_temperature=True).bind(HEADS, WIDTH).double()
-    torch.testing.assert_close(learnt(*qkv), ESP(0.3)(*qkv), rtol=1e-6, atol=1e-7)
+    learnt = ESP(sort_temperature=0.3, learn_temperature=True).bind(HEADS, WIDTH).double()
+    torch.testing.assert_close(learnt(*qkv), ESP(sort_temperature=0.3)(*qkv), rtol=1e-6, atol=1e-7)
     assert learnt.sort_temperature.shape == (HEADS,)
 
 
 def test_each_head_has_its_own_temperature(qkv):
-    learnt = ESP(0.3, learn_temperature=True).bind(HEADS, WIDTH).double()
+    learnt = ESP(sort_temperature=0.3, learn_temperature=True).bind(HEADS, WIDTH).double()
     with torch.no_grad():
         learnt.log_sort_temperature[1] = torch.tensor(0.05).log()
     out = learnt(*qkv)
@@ -103,8 +110,8 @@ def test_each_head_has_its_own_temperature(qkv):
 
 def test_temperature_is_learnt(qkv):
     """Gradient descent finds the temperature that made the target."""
-    target = ESP(0.05)(*qkv)
-    mechanism = ESP(0.3, learn_temperature=True).bind(HEADS, WIDTH).double()
+    target = ESP(sort_temperature=0.05)(*qkv)
+    mechanism = ESP(sort_temperature=0.3, learn_temperature=True).bind(HEADS, WIDTH).double()
     steps = torch.optim.Adam(mechanism.parameters(), lr=0.2)
     for _ in range(50):
         steps.zero_grad()
@@ -164,7 +171,7 @@ def test_state_dict_holds_tensors_only():
 
 
 def test_state_dict_without_the_settings_loads_and_keeps_them():
-    layer = Attention(12, HEADS, ESP(0.7, hard=True, ties="average"))
+    layer = Attention(12, HEADS, ESP(sort_temperature=0.7, hard=True, ties="average"))
     state = layer.state_dict()
     del state["mechanism._extra_state"]
     before = set(state)
@@ -190,7 +197,7 @@ def test_casts_do_not_touch_the_temperature():
 
 def test_settings_survive_construction_on_meta():
     with torch.device("meta"):
-        layer = Attention(12, HEADS, ESP(0.7, learn_temperature=True))
+        layer = Attention(12, HEADS, ESP(sort_temperature=0.7, learn_temperature=True))
         state = layer.mechanism.get_extra_state()
     assert state[0] == 0.7
     layer.to_empty(device="cpu")
@@ -199,7 +206,7 @@ def test_settings_survive_construction_on_meta():
 
 
 def test_deepcopy_is_independent():
-    esp = ESP(0.3, learn_temperature=True).bind(HEADS, WIDTH)
+    esp = ESP(sort_temperature=0.3, learn_temperature=True).bind(HEADS, WIDTH)
     other = copy.deepcopy(esp)
     other.sort_temperature = 0.1
     other.hard = True

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from espformer.ops.common.masks import resolve_masks, zero_padding
-from espformer.ops.esp.exponentials import METRICS
-from espformer.ops.esp.problem import BALANCES, COUPLINGS, TIES, Problem
-
-MOST_INVERSE_TEMPERATURE = 1e30  # times a cost, still a number in float32
+from espformer.ops.esp.options import OPTIONS, ESPOptions, Options
+from espformer.ops.esp.problem import Problem
 
 
 def make_problem(
@@ -20,31 +19,21 @@ def make_problem(
     query: Tensor,
     key: Tensor,
     value: Tensor | None,
+    options: Options,
     *,
-    sort_temperature: float | Tensor,
     slices: Tensor | None,
+    slice_logits: Tensor | None,
     query_mask: Tensor | None,
     key_mask: Tensor | None,
-    scale: float | None,
-    slice_dropout: float,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
-    **options: Any,
 ) -> tuple[Problem, torch.Size]:
     """The checked problem, and the leading shape."""
-    one_of(name, "metric", options["metric"], METRICS)
-    one_of(name, "balance", options["balance"], BALANCES)
-    one_of(name, "ties", options["ties"], TIES)
-    one_of(name, "coupling", options["coupling"], COUPLINGS)
-    inverse_temperature_in_range(name, options["inverse_temperature"])
-    if not 0 <= slice_dropout < 1:
-        raise ValueError(f"{name}: slice_dropout must be in [0, 1), got {slice_dropout}")
+    chosen = check_options(name, options)
     lead = _check_tokens(name, query, key, value)
     key_mask = _padding_only(name, attn_mask, is_causal, key, key_mask)
     query_mask, key_mask = resolve_masks(name, query, key, query_mask, key_mask)
     same_mask = query_mask is key_mask
-
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
 
     def flat_mask(mask: Tensor | None, tokens: int) -> Tensor | None:
         return None if mask is None else mask.expand(*lead, tokens).reshape(-1, tokens)
@@ -54,25 +43,31 @@ def make_problem(
     q = zero_padding(flat(query, lead), query_rows)
     k = zero_padding(flat(key, lead), key_rows)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    temperature = _temperature(name, sort_temperature, q.device, dtype, lead)
     theta = _slices(name, slices, q.shape[-1], q.device, dtype, lead)
+    count = q.shape[-1] if theta is None else theta.shape[-2]
     keep = None
-    if slice_dropout:
-        count = q.shape[-1] if theta is None else theta.shape[-2]
+    if chosen.slice_dropout:
         draw = torch.rand(q.shape[0], count, device=q.device)
-        keep = (draw >= slice_dropout) | (draw == draw.amax(-1, keepdim=True))
-    problem = Problem(
-        q,
-        k,
-        scale,
-        temperature,
-        slices=theta,
-        query_mask=query_rows,
-        key_mask=key_rows,
-        keep=keep,
-        **options,
+        keep = (draw >= chosen.slice_dropout) | (draw == draw.amax(-1, keepdim=True))
+    chosen = replace(
+        chosen,
+        sort_temperature=_temperature(name, chosen.sort_temperature, q.device, dtype, lead),
+        scale=query.shape[-1] ** -0.5 if chosen.scale is None else chosen.scale,
     )
-    return problem, lead
+    logits = _slice_logits(name, slice_logits, count, q.device, dtype, lead)
+    return Problem(q, k, chosen, theta, logits, query_rows, key_rows, keep), lead
+
+
+def check_options(name: str, options: Options) -> ESPOptions:
+    """The options that were chosen, for the function or class of that name; refuses wrong ones."""
+    unknown = [option for option in options if option not in OPTIONS]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], OPTIONS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(OPTIONS)}"
+        raise TypeError(f"{name}: there is no option {unknown[0]!r}; {hint}")
+    chosen = ESPOptions(**options)
+    chosen.check(name)
+    return chosen
 
 
 def flat(x: Tensor, lead: torch.Size) -> Tensor:
@@ -133,15 +128,15 @@ def _check_tokens(name: str, query: Tensor, key: Tensor, value: Tensor | None) -
 def _temperature(
     name: str, t: float | Tensor, device: torch.device, dtype: torch.dtype, lead: torch.Size
 ) -> float | Tensor:
-    advice = "(for hard sorting pass hard=True)"
     if not isinstance(t, Tensor):
-        if not t > 0:
-            raise ValueError(f"{name}: sort_temperature must be > 0, got {t} {advice}")
         return float(t)
     # On a GPU the values are not looked at: that would wait for the device.
     looked_at = t.device.type == "cpu" and not (torch.compiler.is_compiling() or _transformed())
     if looked_at and not bool((t > 0).all()):
-        raise ValueError(f"{name}: sort_temperature must be > 0 everywhere, got {t} {advice}")
+        raise ValueError(
+            f"{name}: sort_temperature must be > 0 everywhere, got {t} (for hard sorting pass "
+            "hard=True)"
+        )
     try:
         return t.to(device, dtype).expand(lead).reshape(-1)
     except RuntimeError:
@@ -174,6 +169,26 @@ def _slices(
         ) from None
 
 
+def _slice_logits(
+    name: str, logits: Tensor | None, count: int, device: torch.device, dtype: torch.dtype,
+    lead: torch.Size,
+) -> Tensor | None:  # fmt: skip
+    if logits is None:
+        return None
+    if logits.dim() < 1 or logits.shape[-1] != count:
+        raise ValueError(
+            f"{name}: slice_logits must have shape (L,) or (heads, L) with one number for each of "
+            f"the L = {count} slices, got {tuple(logits.shape)}"
+        )
+    try:
+        return logits.to(device, dtype).expand(*lead, count).reshape(-1, count)
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: slice_logits of shape {tuple(logits.shape)} do not broadcast to the leading "
+            f"dimensions {tuple(lead)} of the queries"
+        ) from None
+
+
 def _padding_only(
     name: str, attn_mask: Tensor | None, is_causal: bool, key: Tensor, key_mask: Tensor | None
 ) -> Tensor | None:
@@ -199,14 +214,6 @@ def one_of(name: str, argument: str, got: str, allowed: tuple[str, ...]) -> None
     if got not in allowed:
         choices = ", ".join(repr(a) for a in allowed)
         raise ValueError(f"{name}: {argument} must be one of {choices}, got {got!r}")
-
-
-def inverse_temperature_in_range(name: str, inverse_temperature: float) -> None:
-    if not 0 <= inverse_temperature <= MOST_INVERSE_TEMPERATURE:
-        raise ValueError(
-            f"{name}: inverse_temperature must be in [0, {MOST_INVERSE_TEMPERATURE:g}], got "
-            f"{inverse_temperature} (0 weighs all slices alike, 1e6 takes the cheapest)"
-        )
 
 
 def runs_kernels(name: str, *tokens: Tensor) -> None:

@@ -11,8 +11,7 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     cls.__name__: cls for cls in (ESP, Differential, Sinkhorn, Softmax)
 }
 # Arguments that a mechanism keeps under another name.
-_KEPT_AS = {"sort_temperature": "_sort_temperature", "slicer": "slicer_kind"}
-_KEPT_AS["lambda_init"] = "lambda_schedule"
+_KEPT_AS = {"slicer": "slicer_kind", "lambda_init": "lambda_schedule"}
 
 
 def settings_of(mechanism: Mechanism) -> dict[str, Any] | None:
@@ -21,7 +20,7 @@ def settings_of(mechanism: Mechanism) -> dict[str, Any] | None:
     Only what differs from the defaults is named.
 
     Example:
-        >>> settings_of(ESP(0.3, hard=True))
+        >>> settings_of(ESP(sort_temperature=0.4, hard=True))
         {'name': 'ESP', 'sort_temperature': 0.3, 'hard': True}
     """
     cls = type(mechanism)

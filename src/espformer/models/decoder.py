@@ -112,7 +112,7 @@ class IncrementalAttention(Attention):
 
     def memory(self, context: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a context, ``(batch, heads, M, head_dim)`` each."""
-        key, value = self._split(self.kv(context), 2).unbind(0)
+        key, value = self._split(self.kv(context), self.qk_dim, self.head_dim)
         return key, value
 
     def look_up(self, x: Tensor, state: DecoderState, context_mask: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class IncrementalAttention(Attention):
         every = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         return self._merge(
             self.mechanism(
-                self._split(self.q(x), 1)[0],
+                *self._split(self.q(x), self.qk_dim),
                 state.memory_key,
                 state.memory_value,
                 query_mask=every,

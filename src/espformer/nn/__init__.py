@@ -10,15 +10,18 @@ from espformer.nn.annealing import (
     soften,
 )
 from espformer.nn.attention import Attention
+from espformer.nn.class_token import ClassToken
 from espformer.nn.differential import Differential
 from espformer.nn.esp import ESP
 from espformer.nn.mechanisms import Mechanism, Sinkhorn, Softmax
+from espformer.nn.parameters import parameter_groups
 from espformer.nn.slicers import AxisSlicer, FrozenSlicer, LearnableSlicer, Slicer, make_slicer
 
 __all__ = [
     "ESP",
     "Attention",
     "AxisSlicer",
+    "ClassToken",
     "Differential",
     "FrozenSlicer",
     "LearnableSlicer",
@@ -31,6 +34,7 @@ __all__ = [
     "get_sort_temperatures",
     "harden",
     "make_slicer",
+    "parameter_groups",
     "set_sort_temperature",
     "set_straight_through",
     "soften",

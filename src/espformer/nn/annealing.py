@@ -52,7 +52,7 @@ def get_sort_temperatures(model: nn.Module) -> dict[str, float | list[float]]:
 
     Example:
         >>> from espformer.nn import ESP, Attention
-        >>> get_sort_temperatures(Attention(32, heads=4, mechanism=ESP(0.5)))
+        >>> get_sort_temperatures(Attention(32, heads=4, mechanism=ESP(sort_temperature=0.5)))
         {'mechanism': 0.5}
     """
     temperatures: dict[str, float | list[float]] = {}
@@ -71,7 +71,7 @@ def anneal(model: nn.Module, factor: float) -> list[str]:
 
     Example:
         >>> from espformer.nn import ESP, Attention
-        >>> model = Attention(32, heads=4, mechanism=ESP(0.5))
+        >>> model = Attention(32, heads=4, mechanism=ESP(sort_temperature=0.5))
         >>> _ = anneal(model, 0.5)
         >>> get_sort_temperatures(model)
         {'mechanism': 0.25}
@@ -98,8 +98,8 @@ def harden(model: nn.Module, *, ties: str | None = None) -> list[str]:
     changed = []
     for name, mechanism in _mechanisms("harden", model):
         if ties is not None:
-            mechanism.ties = ties
-        mechanism.hard = True
+            mechanism.change(ties=ties)
+        mechanism.change(hard=True)
         changed.append(name)
     return changed
 
@@ -108,7 +108,7 @@ def soften(model: nn.Module) -> list[str]:
     """Undo :func:`harden`: sort softly again, at the temperatures that the mechanisms have."""
     changed = []
     for name, mechanism in _mechanisms("soften", model):
-        mechanism.hard = False
+        mechanism.change(hard=False)
         changed.append(name)
     return changed
 
@@ -121,7 +121,7 @@ def set_straight_through(model: nn.Module, share: float) -> list[str]:
     """
     changed = []
     for name, mechanism in _mechanisms("set_straight_through", model):
-        mechanism.straight_through = share
+        mechanism.change(straight_through=share)
         changed.append(name)
     return changed
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from espformer.functional.arguments import one_of
 from espformer.nn.esp import ESP
 from espformer.nn.mechanisms import Mechanism
 
@@ -26,6 +27,10 @@ class Attention(nn.Module):
         cross: attend to a second set of tokens, the context.
         key_dim: width of the context's tokens (cross-attention only); `dim` unless given.
         head_dim: width of a head; ``dim // heads`` unless given.
+        qk_dim: width of a head's queries and keys, apart from that of its values; `head_dim` unless
+            given. ESP attention sorts along each of these coordinates: its cost is proportional.
+        key_init: "own" draws the projection of the keys for itself, "query" begins it as a copy of
+            that of the queries, so that tokens match themselves at first.
         dropout: dropout on the output.
         depth: index of the layer in its model, from 0, for mechanisms that depend on it.
 
@@ -51,10 +56,13 @@ class Attention(nn.Module):
         cross: bool = False,
         key_dim: int | None = None,
         head_dim: int | None = None,
+        qk_dim: int | None = None,
+        key_init: str = "own",
         dropout: float = 0.0,
         depth: int = 0,
     ) -> None:
         super().__init__()
+        one_of("Attention", "key_init", key_init, ("own", "query"))
         if heads < 1 or (head_dim is None and dim % heads):
             raise ValueError(
                 f"Attention: dim must be a multiple of heads, got dim={dim} and heads={heads} "
@@ -73,16 +81,26 @@ class Attention(nn.Module):
         self.dim = dim
         self.heads = heads
         self.head_dim = dim // heads if head_dim is None else head_dim
+        self.qk_dim = self.head_dim if qk_dim is None else qk_dim
         self.cross = cross
         self.key_dim = dim if key_dim is None else key_dim
-        width = heads * self.head_dim
+        self.key_init = key_init
+        if self.qk_dim < 1 or (key_init == "query" and self.key_dim != dim):
+            raise ValueError(
+                f"Attention: got qk_dim={self.qk_dim} and key_init={key_init!r} with dim={dim} and "
+                f"key_dim={self.key_dim}; qk_dim is at least 1, and keys begin as queries only "
+                "where both are made from tokens of the same width"
+            )
+        width, qk_width = heads * self.head_dim, heads * self.qk_dim
         if cross:
-            self.q = nn.Linear(dim, width, bias=qkv_bias)
-            self.kv = nn.Linear(self.key_dim, 2 * width, bias=qkv_bias)
+            self.q = nn.Linear(dim, qk_width, bias=qkv_bias)
+            self.kv = nn.Linear(self.key_dim, qk_width + width, bias=qkv_bias)
         else:
-            self.qkv = nn.Linear(dim, 3 * width, bias=qkv_bias)
+            self.qkv = nn.Linear(dim, 2 * qk_width + width, bias=qkv_bias)
+        if key_init == "query":
+            self.copy_queries_to_keys()
         self.mechanism = (ESP() if mechanism is None else mechanism).bind(
-            heads, self.head_dim, depth=depth
+            heads, self.qk_dim, value_dim=self.head_dim, depth=depth
         )
         self.proj = nn.Linear(width, dim, bias=proj_bias)
         self.dropout = nn.Dropout(dropout)
@@ -128,7 +146,7 @@ class Attention(nn.Module):
             return output, self.mechanism.matrix(query, key, **masks)
         return output
 
-    def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, ...]:
         """Queries, keys and values, ``(batch, heads, tokens, head_dim)`` each."""
         _check_tokens("x", x, self.dim)
         if not self.cross:
@@ -137,7 +155,7 @@ class Attention(nn.Module):
                     "Attention: got a context, but this is self-attention (build the layer with "
                     "cross=True)"
                 )
-            return self._split(self.qkv(x), 3).unbind(0)  # type: ignore[return-value]
+            return self._split(self.qkv(x), self.qk_dim, self.qk_dim, self.head_dim)
         if context is None:
             raise ValueError(
                 "Attention: cross-attention needs a context (to attend to x itself pass it twice)"
@@ -148,15 +166,30 @@ class Attention(nn.Module):
                 f"Attention: x and context must have the same batch, got {tuple(x.shape)} and "
                 f"{tuple(context.shape)}"
             )
-        key, value = self._split(self.kv(context), 2).unbind(0)
-        return self._split(self.q(x), 1)[0], key, value
+        key, value = self._split(self.kv(context), self.qk_dim, self.head_dim)
+        return *self._split(self.q(x), self.qk_dim), key, value
 
-    def _split(self, projected: Tensor, parts: int) -> Tensor:
-        """``(batch, tokens, width)`` to ``(parts, batch, heads, tokens, head_dim)``."""
-        return projected.unflatten(-1, (parts, self.heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+    def _split(self, projected: Tensor, *widths: int) -> tuple[Tensor, ...]:
+        """``(batch, tokens, all)`` to ``(batch, heads, tokens, width)`` for each of the widths."""
+        parts = projected.split([self.heads * width for width in widths], -1)
+        return tuple(part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+
+    @torch.no_grad()
+    def copy_queries_to_keys(self) -> None:
+        """Make the projection of the keys a copy of that of the queries."""
+        width = self.heads * self.qk_dim
+        queries, keys = (self.q, self.kv) if self.cross else (self.qkv, self.qkv)
+        start = 0 if self.cross else width
+        for source, target in ((queries.weight, keys.weight), (queries.bias, keys.bias)):
+            if source is not None:
+                target[start : start + width].copy_(source[:width])
 
     def extra_repr(self) -> str:
         parts = [f"dim={self.dim}", f"heads={self.heads}", f"head_dim={self.head_dim}"]
+        if self.qk_dim != self.head_dim:
+            parts.append(f"qk_dim={self.qk_dim}")
+        if self.key_init != "own":
+            parts.append(f"key_init={self.key_init!r}")
         if self.cross:
             parts += ["cross=True", f"key_dim={self.key_dim}"]
         return ", ".join(parts)

@@ -7,7 +7,7 @@ by the heads or ``(heads, slices, head_dim)``, or None for the axes themselves.
 slicer    directions                     parameters
 ========= ============================== =================================================
 axis      :math:`\Theta = I`, L = m      none, and no projection to compute (the default)
-frozen    random on the sphere, fixed    none
+frozen    random, orthogonal, fixed      none
 learnable trained                        ``slices * head_dim``, times heads if each has own
 ========= ============================== =================================================
 
@@ -36,17 +36,41 @@ class Slicer(nn.Module):
 class AxisSlicer(Slicer):
     """Axis-aligned slices: each coordinate of the head is a slice, nothing is projected.
 
+    Args:
+        slices: only so many of the axes, the first ones; all of them unless given.
+        head_dim: width m of a head, needed with `slices`.
+
     Example:
         >>> AxisSlicer()() is None
         True
+        >>> AxisSlicer(2, head_dim=3)()
+        tensor([[1., 0., 0.],
+                [0., 1., 0.]])
     """
 
-    def forward(self) -> None:
-        return None
+    directions: Tensor | None
+
+    def __init__(self, slices: int | None = None, head_dim: int | None = None) -> None:
+        super().__init__()
+        first = None
+        if slices is not None and slices != head_dim:
+            if head_dim is None or not 1 <= slices <= head_dim:
+                raise ValueError(
+                    f"AxisSlicer: a head of width {head_dim} has as many axes, got slices={slices} "
+                    '(for more directions than that take "frozen" or "learnable")'
+                )
+            first = torch.eye(head_dim)[:slices]
+        self.register_buffer("directions", first, persistent=False)
+
+    def forward(self) -> Tensor | None:
+        return self.directions
 
 
 class FrozenSlicer(Slicer):
-    """Directions drawn once, uniformly on the sphere, and never trained.
+    """Directions drawn once and never trained: orthogonal in blocks of the head's width.
+
+    Each is uniform on the sphere. Directions of one block see different parts of the tokens, where
+    independent ones would overlap.
 
     They are a buffer, so they are saved with the model; the seed makes two models alike before
     that, whatever else has drawn random numbers.
@@ -78,10 +102,15 @@ class FrozenSlicer(Slicer):
         """Draw the directions of this seed, for instance on a model that was built without data."""
         # On the CPU and in one dtype, so that every device gets the same numbers.
         generator = torch.Generator("cpu").manual_seed(self.seed)
-        directions = torch.randn(
-            self.directions.shape, generator=generator, device="cpu", dtype=torch.float64
-        )
-        self.directions.copy_(F.normalize(directions, dim=-1))
+        *heads, slices, width = self.directions.shape
+        blocks = torch.randn(
+            *heads, -(-slices // width), width, width,
+            generator=generator, device="cpu", dtype=torch.float64,
+        )  # fmt: skip
+        # With the signs of R the columns of Q are uniform, whatever signs the algorithm prefers.
+        q, r = torch.linalg.qr(blocks)
+        rows = (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).mT.flatten(-3, -2)
+        self.directions.copy_(rows[..., :slices, :])
 
     def forward(self) -> Tensor:
         return self.directions
@@ -144,8 +173,7 @@ def make_slicer(
     Args:
         kind: "axis", "frozen" or "learnable".
         head_dim: width m of a head.
-        slices: number of directions L; head_dim unless given. Axis-aligned slices are always
-            head_dim many.
+        slices: number of directions L; head_dim unless given, and at most that for axes.
         heads: give each head its own directions; None shares them.
         seed: seed of frozen directions.
 
@@ -154,12 +182,7 @@ def make_slicer(
         LearnableSlicer(slices=3, head_dim=8)
     """
     if kind == "axis":
-        if slices not in (None, head_dim):
-            raise ValueError(
-                f"make_slicer: axis-aligned slices are the {head_dim} coordinates of a head, got "
-                f'slices={slices} (to choose their number take "frozen" or "learnable")'
-            )
-        return AxisSlicer()
+        return AxisSlicer(slices, head_dim)
     number = head_dim if slices is None else slices
     if kind == "frozen":
         return FrozenSlicer(number, head_dim, heads, seed)

@@ -30,8 +30,9 @@ def test_slice_weights_are_those_of_the_operator():
         esp = ESP(**options).bind(2, 5)
         weights = slice_weights(esp, q, k, masks)
         directions = torch.eye(5).double() if esp.slicer() is None else esp.slicer().double()
-        settings = esp._settings(q)
-        settings.pop("slices"), settings.pop("inverse_temperature")
+        settings = esp.arguments(q, training=False)
+        for name in ("slices", "slice_logits", "inverse_temperature"):
+            settings.pop(name)
         whole = sum(
             weights[..., i, None, None]
             * esp_plan(

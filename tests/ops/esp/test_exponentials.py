@@ -8,11 +8,11 @@ import torch
 from espformer.ops.esp.exponentials import (
     ABSOLUTE,
     GAUSSIAN,
-    METRICS,
     exponential_sum,
     fit_gaussian,
     uniform_error,
 )
+from espformer.ops.esp.options import METRICS
 
 PAIRS = sorted(GAUSSIAN)
 GRID = torch.linspace(0, 12, 24001, dtype=torch.float64)

@@ -5,6 +5,7 @@ import torch
 
 from espformer import esp_attention
 from espformer.ops.esp import linear, sorted_kernel
+from espformer.ops.esp.options import ESPOptions
 from espformer.ops.esp.problem import Problem
 from tests.compare import (
     BALANCES,
@@ -31,7 +32,7 @@ def test_ranks_are_a_stable_sort():
     ranking = linear.rank_tokens(projections, None)
     assert ranking.order.tolist() == [[[3, 1, 4, 0, 2]]]
     assert ranking.ranks.tolist() == [[[3, 1, 4, 0, 2]]]
-    assert ranking.values.tolist() == [[[-1.0, 0.0, 0.0, 2.0, 2.0]]]
+    assert ranking.points.tolist() == [[[-1.0, 0.0, 0.0, 2.0, 2.0]]]
     assert ranking.lengths.tolist() == [5]
     assert ranking.valid is None
 
@@ -42,7 +43,7 @@ def test_padding_ranks_last_and_stands_where_the_last_token_stands(padding):
     mask = torch.tensor([[True, False, True, False], [False] * 4])
     ranking = linear.rank_tokens(projections, mask)
     assert ranking.order[0, 0, :2].tolist() == [2, 0]
-    assert ranking.values[0].tolist() == [[-1.0, 2.0, 2.0, 2.0]]
+    assert ranking.points[0].tolist() == [[-1.0, 2.0, 2.0, 2.0]]
     assert ranking.valid.tolist() == [[[True, True, False, False]], [[False] * 4]]
     assert ranking.lengths.tolist() == [2, 0]
 
@@ -80,7 +81,11 @@ def test_gradients_of_to_ranks_and_to_tokens(masked):
 def test_plan_and_attend_are_one_operator(hard, coupling):
     query, key, value = tokens(3, n=37, m=40)
     temperature = torch.tensor([0.1], dtype=torch.float64)
-    problem = Problem(query, key, 0.5, temperature, hard=hard, coupling=coupling)
+    problem = Problem(
+        query,
+        key,
+        ESPOptions(scale=0.5, sort_temperature=temperature, hard=hard, coupling=coupling),
+    )
     torch.testing.assert_close(linear.plan(problem) @ value, linear.attend(problem, value))
 
 

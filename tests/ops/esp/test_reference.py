@@ -8,6 +8,7 @@ import torch
 
 from espformer import esp_plan
 from espformer.ops.esp import reference
+from espformer.ops.esp.options import ESPOptions
 from espformer.ops.esp.problem import Problem
 from tests import oracles
 from tests.compare import BALANCES, COUPLINGS, METRICS, some
@@ -109,7 +110,9 @@ def test_a_soft_sort_sorts(balance):
     """At low temperature ``A v`` is v sorted; rows are ranks, columns tokens."""
     v = torch.tensor([[[3.0, -1.0, 2.0, 0.5]]], dtype=torch.float64)
     temperature = torch.tensor([1e-3], dtype=torch.float64)
-    problem = Problem(v.mT, v.mT, 1.0, temperature, balance=balance)
+    problem = Problem(
+        v.mT, v.mT, ESPOptions(scale=1.0, sort_temperature=temperature, balance=balance)
+    )
     A = reference.soft_sort(v, problem, None)
     torch.testing.assert_close(A @ v.unsqueeze(-1), v.sort(-1).values.unsqueeze(-1))
     torch.testing.assert_close(A[0, 0, 0], torch.tensor([0.0, 1.0, 0.0, 0.0]).double())

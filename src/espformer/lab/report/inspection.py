@@ -193,16 +193,16 @@ def sum_errors(matrices: Sequence[Tensor]) -> tuple[float, float]:
 
 
 def slice_weights(mechanism: ESP, query: Tensor, key: Tensor, masks: dict[str, Any]) -> Tensor:
-    """σ = softmax(-τ D) as the operator has it, ``(batch, heads, slices)``, slice by slice.
+    """σ = softmax(b - τ D) as the operator has it, ``(batch, heads, slices)``, slice by slice.
 
     D is the squared distance of queries and keys under the plan of one slice alone.
     """
-    settings = mechanism._settings(query)
+    settings = mechanism.arguments(query, training=False)
     slices = settings.pop("slices")
-    tau = settings.pop("inverse_temperature")
+    tau, logits = settings.pop("inverse_temperature"), settings.pop("slice_logits")
     width = query.shape[-1]
     directions = torch.eye(width, device=query.device) if slices is None else slices
-    scale = width**-0.5 if mechanism.scale is None else mechanism.scale
+    scale = settings["scale"] or width**-0.5
     q, k = query.double() * scale, key.double() * scale
     distance = (q.unsqueeze(-2) - k.unsqueeze(-3)).square().sum(-1)
     costs = []
@@ -211,7 +211,8 @@ def slice_weights(mechanism: ESP, query: Tensor, key: Tensor, masks: dict[str, A
         plan = esp_plan(query, key, slices=one, inverse_temperature=0.0, **settings, **masks)
         length = plan.sum((-2, -1)).clamp(min=1e-9)
         costs.append((distance * plan).sum((-2, -1)) / length)
-    return torch.stack(costs, -1).mul(-tau).softmax(-1)
+    preferred = torch.stack(costs, -1).mul(-tau)
+    return (preferred if logits is None else preferred + logits).softmax(-1)
 
 
 @contextmanager

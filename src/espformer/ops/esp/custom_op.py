@@ -16,21 +16,24 @@ import torch
 from torch import Tensor
 
 from espformer.ops.common.autograd import refuse_double_backward
+from espformer.ops.esp.options import KERNEL_OPTIONS, OPTIONS, ESPOptions
 from espformer.ops.esp.problem import Problem
 
 Attend = Callable[[Problem, Tensor], Tensor]
 
-OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? slices, Tensor t"
+OPERANDS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? slices, Tensor? slice_logits, "
+    "Tensor sort_temperature"
+)
 MASKS = "Tensor? query_mask, Tensor? key_mask, Tensor? keep, bool one_mask"
-SETTINGS = (
-    "float scale, float inverse_temperature, str metric, str balance, bool hard, str ties, "
-    "str coupling"
+SETTINGS = ", ".join(
+    f"{'float' if name == 'scale' else OPTIONS[name].type} {name}" for name in KERNEL_OPTIONS
 )
 SCHEMA = f"{OPERANDS}, {MASKS}, {SETTINGS}"
-DIFFERENTIABLE, TENSORS = 5, 8  # the first so many arguments
+DIFFERENTIABLE, TENSORS = 6, 9  # the first so many arguments
 
 
-def opaque(name: str, attend: Attend) -> Attend:
+def as_custom_op(name: str, attend: Attend) -> Attend:
     """`attend` by way of the operator ``espformer::<name>``, with its gradient."""
 
     def forward(*args: Any) -> Tensor:
@@ -101,22 +104,20 @@ def _needed(operands: Any, needed: list[bool]) -> list[Tensor]:
 def _arguments(problem: Problem, value: Tensor) -> tuple[Any, ...]:
     """What `SCHEMA` lists."""
     return (
-        problem.query, problem.key, value, problem.slices, problem.temperatures(),
-        problem.query_mask, problem.key_mask, problem.keep, problem.query_mask is problem.key_mask,
-        problem.scale, problem.inverse_temperature, problem.metric, problem.balance, problem.hard,
-        problem.ties, problem.coupling,
+        problem.query, problem.key, value, problem.slices, problem.slice_logits,
+        problem.temperatures(), problem.query_mask, problem.key_mask, problem.keep,
+        problem.query_mask is problem.key_mask,
+        *(getattr(problem.options, name) for name in KERNEL_OPTIONS),
     )  # fmt: skip
 
 
 def _problem(
-    query: Tensor, key: Tensor, value: Tensor, slices: Tensor | None, t: Tensor,
-    query_mask: Tensor | None, key_mask: Tensor | None, keep: Tensor | None, one_mask: bool,
-    *settings: Any,
+    query: Tensor, key: Tensor, value: Tensor, slices: Tensor | None, slice_logits: Tensor | None,
+    sort_temperature: Tensor, query_mask: Tensor | None, key_mask: Tensor | None,
+    keep: Tensor | None, one_mask: bool, *settings: Any,
 ) -> tuple[Problem, Tensor]:  # fmt: skip
     """The problem and the values of `_arguments`."""
-    scale, inverse_temperature, metric, balance, hard, ties, coupling = settings
-    problem = Problem(
-        query, key, scale, t, inverse_temperature, slices, metric, balance, hard, ties, coupling,
-        query_mask, query_mask if one_mask else key_mask, keep,
-    )  # fmt: skip
-    return problem, value
+    chosen = dict(zip(KERNEL_OPTIONS, settings, strict=True))
+    options = ESPOptions(sort_temperature=sort_temperature, **chosen)
+    key_mask = query_mask if one_mask else key_mask
+    return Problem(query, key, options, slices, slice_logits, query_mask, key_mask, keep), value

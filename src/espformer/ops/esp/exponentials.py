@@ -21,8 +21,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-METRICS = ("absolute", "squared")
-
 # What is less than this share of a weight of one changes no result, in float64 either. Left in,
 # it would end as numbers below the smallest normal float, which are a hundred times slower to
 # multiply on a CPU: at t = 1e-3 that was most of the time.

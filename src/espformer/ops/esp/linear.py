@@ -23,7 +23,7 @@ from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.exporting import is_exporting
 from espformer.ops.esp.balancing import chebyshev_exponents
 from espformer.ops.esp.coupling import Coupling, couple
-from espformer.ops.esp.custom_op import opaque
+from espformer.ops.esp.custom_op import as_custom_op
 from espformer.ops.esp.exponentials import exponential_sum
 from espformer.ops.esp.problem import Problem
 from espformer.ops.esp.sorted_kernel import SortedKernel
@@ -36,15 +36,15 @@ GROUP_ELEMENTS = 1 << 22
 class Ranking(NamedTuple):
     """Tokens of every slice in ascending order; ranks past a sequence's length hold its padding."""
 
-    values: Tensor  # (batch, L, N): sorted projections; padding repeats the last true one
+    points: Tensor  # (batch, L, N): sorted projections; padding repeats the last true one
     order: Tensor  # (batch, L, N): the token at each rank
     ranks: Tensor  # (batch, L, N): the rank of each token
     valid: Tensor | None  # (batch, 1, N): ranks that are no padding
     lengths: Tensor  # (batch,)
 
-    def group(self, part: slice, values: Tensor) -> Ranking:
-        """Some of the slices, with the values that gradients shall flow to."""
-        return self._replace(values=values, order=self.order[:, part], ranks=self.ranks[:, part])
+    def group(self, part: slice, points: Tensor) -> Ranking:
+        """Some of the slices, with the points that gradients shall flow to."""
+        return self._replace(points=points, order=self.order[:, part], ranks=self.ranks[:, part])
 
 
 def rank_tokens(projections: Tensor, mask: Tensor | None) -> Ranking:
@@ -61,7 +61,7 @@ def sort_tokens(projections: Tensor, mask: Tensor | None) -> Ranking:
     projections = projections.contiguous()  # a sort keeps the strides of a transposed matrix
     positions = torch.arange(tokens, device=projections.device)
     if mask is None:
-        values, order = projections.sort(dim=-1, stable=True)
+        points, order = projections.sort(dim=-1, stable=True)
         valid, lengths = None, positions.new_full((batch,), tokens)
     else:
         keys = projections.masked_fill(~mask.unsqueeze(1), torch.inf)
@@ -72,8 +72,8 @@ def sort_tokens(projections: Tensor, mask: Tensor | None) -> Ranking:
         last = order.gather(
             -1, (lengths - 1).clamp(min=0).view(-1, 1, 1).expand(-1, order.shape[1], 1)
         )
-        values = projections.gather(-1, torch.where(valid, order, last))
-    return Ranking(values, order, order, valid, lengths)
+        points = projections.gather(-1, torch.where(valid, order, last))
+    return Ranking(points, order, order, valid, lengths)
 
 
 class _Pick(torch.autograd.Function):
@@ -122,10 +122,10 @@ class SoftMixing:
     """S of a soft sort, ``diag(out) κ diag(in)``: row-stochastic, or doubly stochastic."""
 
     def __init__(
-        self, kernel: Callable[[Tensor], Tensor], values: Tensor, valid: Tensor | None, balance: str
+        self, kernel: Callable[[Tensor], Tensor], points: Tensor, valid: Tensor | None, balance: str
     ) -> None:
         self.kernel = kernel
-        present = values.new_ones(()).expand(values.shape)
+        present = points.new_ones(()).expand(points.shape)
         absent = None
         if valid is not None:
             absent = ~valid.unsqueeze(-1)
@@ -162,12 +162,12 @@ class HardMixing:
 
     def __init__(self, ranking: Ranking, problem: Problem) -> None:
         self.tie: Tensor | None = None
-        if problem.ties == "average":
-            new = ranking.values[..., 1:] != ranking.values[..., :-1]
+        if problem.options.ties == "average":
+            new = ranking.points[..., 1:] != ranking.points[..., :-1]
             if ranking.valid is not None:
                 new = new | (ranking.valid[..., 1:] != ranking.valid[..., :-1])
             tie = torch.nn.functional.pad(new.cumsum(-1), (1, 0))
-            ones = torch.ones_like(ranking.values)
+            ones = torch.ones_like(ranking.points)
             sizes = torch.zeros_like(ones).scatter_add_(-1, tie, ones).gather(-1, tie)
             self.tie, self.share = tie.unsqueeze(-1), (1 / sizes).unsqueeze(-1)
 
@@ -180,16 +180,16 @@ class HardMixing:
     unsort = sort
 
 
-def _mixing(ranking: Ranking, problem: Problem, inverse_width: Tensor) -> SoftMixing | HardMixing:
-    if problem.hard:
+def _mixing(ranking: Ranking, problem: Problem, inv_bandwidth: Tensor) -> SoftMixing | HardMixing:
+    if problem.options.hard:
         return HardMixing(ranking, problem)
-    table = exponential_sum(problem.metric, ranking.values.dtype)
-    kernel = SortedKernel(ranking.values, inverse_width.view(-1, 1, 1), table)
-    return SoftMixing(kernel, ranking.values, ranking.valid, problem.balance)
+    table = exponential_sum(problem.options.metric, ranking.points.dtype)
+    kernel = SortedKernel(ranking.points, inv_bandwidth.view(-1, 1, 1), table)
+    return SoftMixing(kernel, ranking.points, ranking.valid, problem.options.balance)
 
 
 def slice_costs(
-    query: Tensor, key: Tensor, queries: Ranking, keys: Ranking, inverse_width: Tensor,
+    query: Tensor, key: Tensor, queries: Ranking, keys: Ranking, inv_bandwidth: Tensor,
     coupling: Coupling | None, problem: Problem,
 ) -> Tensor:  # fmt: skip
     """D, the transport cost of every slice's plan: (batch, L)."""
@@ -197,9 +197,9 @@ def slice_costs(
     width = max(query.shape[-2], key.shape[-2]) * (query.shape[-1] + 2)
 
     def costs(
-        part: slice, q: Tensor, k: Tensor, q_values: Tensor, k_values: Tensor, w: Tensor
+        part: slice, q: Tensor, k: Tensor, q_points: Tensor, k_points: Tensor, w: Tensor
     ) -> Tensor:
-        mine, theirs = queries.group(part, q_values), keys.group(part, k_values)
+        mine, theirs = queries.group(part, q_points), keys.group(part, k_points)
         a = _mixing(mine, problem, w).sort(to_ranks(moments(q - centre), mine))
         b = _mixing(theirs, problem, w).sort(to_ranks(comoments(k - centre), theirs))
         if coupling is not None:
@@ -207,7 +207,7 @@ def slice_costs(
         return (a * b).sum((-2, -1)) / mine.lengths.clamp(min=1).unsqueeze(-1)
 
     return _by_slice_groups(
-        costs, width, (query, key), (queries.values, keys.values), inverse_width, concatenate=True
+        costs, width, (query, key), (queries.points, keys.points), inv_bandwidth, concatenate=True
     )
 
 
@@ -222,16 +222,16 @@ def comoments(y: Tensor) -> Tensor:
 
 
 def apply_plans(
-    value: Tensor, weights: Tensor, queries: Ranking, keys: Ranking, inverse_width: Tensor,
+    value: Tensor, weights: Tensor, queries: Ranking, keys: Ranking, inv_bandwidth: Tensor,
     coupling: Coupling | None, problem: Problem,
 ) -> Tensor:  # fmt: skip
     """``Σ_l σ_l A_lᵀ T B_l V``: values (batch, M, d) and weights (batch, L) to (batch, N, d)."""
-    width = max(queries.values.shape[-1], value.shape[-2]) * value.shape[-1]
+    width = max(queries.points.shape[-1], value.shape[-2]) * value.shape[-1]
 
     def output(
-        part: slice, v: Tensor, q_values: Tensor, k_values: Tensor, share: Tensor, w: Tensor
+        part: slice, v: Tensor, q_points: Tensor, k_points: Tensor, share: Tensor, w: Tensor
     ) -> Tensor:
-        mine, theirs = queries.group(part, q_values), keys.group(part, k_values)
+        mine, theirs = queries.group(part, q_points), keys.group(part, k_points)
         y = _mixing(theirs, problem, w).sort(to_ranks(v, theirs))
         if coupling is not None:
             y = coupling(y)
@@ -242,8 +242,8 @@ def apply_plans(
         output,
         width,
         (value,),
-        (queries.values, keys.values, weights),
-        inverse_width,
+        (queries.points, keys.points, weights),
+        inv_bandwidth,
         concatenate=False,
     )
 
@@ -251,7 +251,7 @@ def apply_plans(
 def attend(problem: Problem, value: Tensor) -> Tensor:
     """``N · G V``: (batch, N, d), in time and memory linear in N."""
     if torch.compiler.is_compiling() and not is_exporting() and not _worth_tracing(problem, value):
-        return _attend_opaquely(problem, value)
+        return _attend_as_custom_op(problem, value)
     return _attend(problem, value)
 
 
@@ -269,30 +269,36 @@ def _worth_tracing(problem: Problem, value: Tensor) -> bool:
 def _attend(problem: Problem, value: Tensor) -> Tensor:
     problem, value = problem.scaled(), value.to(problem.dtype)
     q_projections, k_projections = problem.projections()
-    queries = rank_tokens(q_projections, problem.query_mask)
-    keys = rank_tokens(k_projections, problem.key_mask)
+    queries = _in_units(problem, rank_tokens(q_projections, problem.query_mask))
+    keys = _in_units(problem, rank_tokens(k_projections, problem.key_mask))
     coupling = None
     if not same_lengths(problem):
         coupling = couple(
-            problem.coupling, queries.lengths, keys.lengths,
-            queries.values.shape[-1], keys.values.shape[-1], value.dtype,
+            problem.options.coupling, queries.lengths, keys.lengths,
+            queries.points.shape[-1], keys.points.shape[-1], value.dtype,
         )  # fmt: skip
-    inverse_width = problem.inverse_width()
-    if problem.hard:  # no gradient reaches the numbers that are sorted
-        queries = queries._replace(values=queries.values.detach())
-        keys = keys._replace(values=keys.values.detach())
-        inverse_width = inverse_width.detach()
-    if problem.inverse_temperature:
+    inv_bandwidth = problem.inv_bandwidth()
+    if problem.options.hard:  # no gradient reaches the numbers that are sorted
+        queries = queries._replace(points=queries.points.detach())
+        keys = keys._replace(points=keys.points.detach())
+        inv_bandwidth = inv_bandwidth.detach()
+    costs = None
+    if problem.options.inverse_temperature:
         costs = slice_costs(
-            problem.query, problem.key, queries, keys, inverse_width, coupling, problem
+            problem.query, problem.key, queries, keys, inv_bandwidth, coupling, problem
         )
-    else:
-        costs = torch.zeros_like(queries.values[..., 0])
     weights = problem.slice_weights(costs)
-    return apply_plans(value, weights, queries, keys, inverse_width, coupling, problem)
+    if weights is None:
+        batch, slices, _ = queries.points.shape
+        weights = queries.points.new_full((batch, slices), 1 / slices)
+    return apply_plans(value, weights, queries, keys, inv_bandwidth, coupling, problem)
 
 
-_attend_opaquely = opaque("linear", _attend)
+def _in_units(problem: Problem, ranking: Ranking) -> Ranking:
+    return ranking._replace(points=problem.in_units(ranking.points, ranking.valid))
+
+
+_attend_as_custom_op = as_custom_op("linear", _attend)
 
 
 def plan(problem: Problem) -> Tensor:
@@ -311,17 +317,17 @@ def same_lengths(problem: Problem) -> bool:
 
 def _by_slice_groups(
     fn: Callable[..., Tensor], width: int, shared: tuple[Tensor, ...], sliced: tuple[Tensor, ...],
-    inverse_width: Tensor, *, concatenate: bool,
+    inv_bandwidth: Tensor, *, concatenate: bool,
 ) -> Tensor:  # fmt: skip
-    """``fn(group, *shared, *(t[:, group] for t in sliced), inverse_width)``, added or joined."""
+    """``fn(group, *shared, *(t[:, group] for t in sliced), inv_bandwidth)``, added or joined."""
     batch, slices = sliced[0].shape[:2]
     # A graph that is exported serves batches and lengths of all sizes: it cannot depend on them.
     size = slices if is_exporting() else max(1, GROUP_ELEMENTS // max(1, batch * width))
     size = -(-slices // -(-slices // size))  # as many groups, of nearly equal sizes
     groups = [slice(i, min(i + size, slices)) for i in range(0, slices, size)]
     if len(groups) == 1:
-        return fn(groups[0], *shared, *sliced, inverse_width)
-    tensors = (*shared, *sliced, inverse_width)
+        return fn(groups[0], *shared, *sliced, inv_bandwidth)
+    tensors = (*shared, *sliced, inv_bandwidth)
     total: Tensor = _SliceGroups.apply(fn, groups, concatenate, len(shared), *tensors)
     return total
 

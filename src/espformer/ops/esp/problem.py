@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-BALANCES = ("rows", "both")
-TIES = ("stable", "average")
-COUPLINGS = ("quantile", "interpolate", "identity")
+from espformer.ops.esp.options import ESPOptions
 
-# Sharper is no different: the width is far below any distance of numbers. From here on the
+# Sharper is no different: the bandwidth is far below any distance of numbers. From here on the
 # derivatives of 1/t and 1/sqrt(t) are at most 1e36, which float32 can hold.
 LEAST_TEMPERATURE = {"absolute": 1e-18, "squared": 1e-24}
 
@@ -26,15 +25,10 @@ class Problem:
 
     query: Tensor  # (batch, N, m)
     key: Tensor  # (batch, M, m)
-    scale: float  # multiplies both
-    sort_temperature: float | Tensor  # t; a tensor is (batch,) or (1,)
-    inverse_temperature: float = 0.1  # τ
+    # With a scale; a temperature that is a tensor is (batch,) or (1,).
+    options: ESPOptions = field(default_factory=lambda: ESPOptions(scale=1.0))
     slices: Tensor | None = None  # Θ, (batch or 1, L, m); None means the axes
-    metric: str = "absolute"
-    balance: str = "rows"
-    hard: bool = False
-    ties: str = "stable"
-    coupling: str = "quantile"
+    slice_logits: Tensor | None = None  # b, (batch or 1, L): learnt preferences of slices
     query_mask: Tensor | None = None  # (batch, N)
     key_mask: Tensor | None = None  # (batch, M)
     keep: Tensor | None = None  # (batch, L): slices that slice dropout left in
@@ -44,21 +38,31 @@ class Problem:
         """What is computed in: float64 for float64 inputs, else float32."""
         return torch.float64 if self.query.dtype == torch.float64 else torch.float32
 
+    @property
+    def scale(self) -> float:
+        """What multiplies queries and keys."""
+        assert self.options.scale is not None
+        return self.options.scale
+
+    def with_options(self, **changes: Any) -> Problem:
+        """The same problem with other options."""
+        return replace(self, options=replace(self.options, **changes))
+
     def scaled(self) -> Problem:
         """The same problem with queries and keys scaled, in the dtype that is computed in."""
         query, key = self.query.to(self.dtype) * self.scale, self.key.to(self.dtype) * self.scale
-        return replace(self, query=query, key=key, scale=1.0)
+        return replace(self, query=query, key=key).with_options(scale=1.0)
 
-    def poison(self) -> Tensor:
+    def nonfinite_marker(self) -> Tensor:
         """NaN for every head that holds NaN or an infinity, else zero: (batch,).
 
         A sort has a place for NaN and would hide it; whoever holds one shall see it.
         """
-        held = (
-            (self.query, self.key) if self.slices is None else (self.query, self.key, self.slices)
-        )
+        tensors = (self.query, self.key, self.slices)
         zero, *others = (
-            torch.linalg.vector_norm(x.detach(), torch.inf, (-2, -1)) * 0 for x in held
+            torch.linalg.vector_norm(x.detach(), torch.inf, (-2, -1)) * 0
+            for x in tensors
+            if x is not None
         )
         for other in others:
             zero = zero + other
@@ -66,20 +70,24 @@ class Problem:
 
     def temperatures(self) -> Tensor:
         """t as a tensor, (batch,) or (1,)."""
-        t = self.sort_temperature
+        t = self.options.sort_temperature
         if isinstance(t, Tensor):
             return t
         # A compiler keeps a factor apart from its graph; `torch.full` it would compile anew for
         # every temperature.
         return torch.ones(1, device=self.query.device, dtype=self.dtype) * t
 
-    def inverse_width(self, count: int = 1) -> Tensor:
-        """One over the width of the sort kernel: ``1/t`` (absolute) or ``1/sqrt(t)`` (squared).
+    def inv_bandwidth(self, count: int = 1) -> Tensor:
+        """One over the width of the sort kernel: ``1/t``, or ``1/sqrt(t)`` for squared distances.
 
-        (batch,); of a number that is not compiled, `count` times the same in one launch, else (1,).
+        In units of the spread it is ``1/t`` for both metrics, and points are divided by their
+        spread. (batch,); of a number that is not compiled, `count` times the same in one launch,
+        else (1,).
         """
-        t, power = self.sort_temperature, -1.0 if self.metric == "absolute" else -0.5
-        least, lowest = LEAST_TEMPERATURE[self.metric], 1e-30  # all numbers are equal to that
+        t, metric = self.options.sort_temperature, self.options.metric
+        linear = metric == "absolute" or self.options.temperature_unit == "spread"
+        power, least = (-1.0, 1e-18) if linear else (-0.5, LEAST_TEMPERATURE[metric])
+        lowest = 1e-30  # all numbers are equal to that
         if not (isinstance(t, Tensor) or torch.compiler.is_compiling()):
             inverse = max(max(t, least) ** power, lowest)
             return torch.full((count,), inverse, device=self.query.device, dtype=self.dtype)
@@ -90,6 +98,17 @@ class Problem:
         if self.slices is None:
             return self.query.mT, self.key.mT
         return self.slices @ self.query.mT, self.slices @ self.key.mT
+
+    def in_units(self, points: Tensor, valid: Tensor | None) -> Tensor:
+        """Points in the unit of the temperature: divided by their spread, or as they are.
+
+        Args:
+            points: (batch, L, N), in any order; where they are no tokens, any finite number.
+            valid: broadcastable to them, True where they are tokens that take part.
+        """
+        if self.options.temperature_unit == "absolute" or self.options.hard:
+            return points
+        return points / spread(points, valid)
 
     def centre(self) -> Tensor:
         """The mean of the keys that take part, (batch, 1, m), without a gradient.
@@ -104,9 +123,31 @@ class Problem:
             mean = key.sum(-2, keepdim=True, dtype=self.dtype) / count.view(-1, 1, 1)
         return mean.nan_to_num()
 
-    def slice_weights(self, costs: Tensor) -> Tensor:
-        """``σ = softmax(-τ D)`` over the slices that dropout kept."""
-        logits = -self.inverse_temperature * costs
+    def slice_weights(self, costs: Tensor | None) -> Tensor | None:
+        """``σ = softmax(b - τ D)`` over the slices that dropout kept; None for the plain mean."""
+        logits = None if costs is None else -self.options.inverse_temperature * costs
+        if self.slice_logits is not None:
+            logits = self.slice_logits if logits is None else logits + self.slice_logits
         if self.keep is not None:
-            logits = logits.masked_fill(~self.keep, -torch.inf)
-        return logits.softmax(-1)
+            zero = torch.zeros((), device=self.keep.device, dtype=self.dtype)
+            logits = (zero if logits is None else logits).masked_fill(~self.keep, -torch.inf)
+        return None if logits is None else logits.softmax(-1)
+
+
+def spread(points: Tensor, valid: Tensor | None) -> Tensor:
+    """The standard deviation of the points of every slice, (batch, L, 1), never zero.
+
+    It is measured in units of the largest point, so that no square leaves the range of float32.
+    Where all points are equal their differences are zero whatever they are divided by: a floor of a
+    few roundings keeps the quotient, and its gradient, finite.
+    """
+    here = points if valid is None else torch.where(valid, points, 0)
+    least = torch.finfo(points.dtype).tiny ** 0.75  # whose inverse, too, is far from the limits
+    largest = here.detach().abs().amax(-1, keepdim=True).clamp(min=least)
+    if valid is None:
+        variance = ((points - points.mean(-1, keepdim=True)) / largest).square().mean(-1, True)
+    else:
+        count = valid.sum(-1, keepdim=True).clamp(min=1)
+        centred = torch.where(valid, points - here.sum(-1, keepdim=True) / count, 0)
+        variance = (centred / largest).square().sum(-1, keepdim=True) / count
+    return largest * variance.clamp(min=(8 * torch.finfo(points.dtype).eps) ** 2).sqrt()

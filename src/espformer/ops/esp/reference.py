@@ -17,21 +17,22 @@ from espformer.ops.esp.problem import Problem
 def soft_sort(v: Tensor, problem: Problem, mask: Tensor | None) -> Tensor:
     """``SoftSort_t(v)`` of v (batch, L, N): (batch, L, N, N); rows are ranks, columns tokens."""
     here = torch.ones_like(v, dtype=torch.bool) if mask is None else mask.unsqueeze(1).expand_as(v)
+    options, v = problem.options, problem.in_units(v, here)
     order = v.masked_fill(~here, torch.inf).argsort(dim=-1, stable=True)  # padded tokens rank last
     sorted_v, sorted_here = v.gather(-1, order), here.gather(-1, order)
     pairs = sorted_here.unsqueeze(-1) & here.unsqueeze(-2)
     d = (sorted_v.unsqueeze(-1) - v.unsqueeze(-2)).abs()
-    if problem.hard:
+    if options.hard:
         token = torch.arange(v.shape[-1], device=v.device)
-        same = d == 0 if problem.ties == "average" else order.unsqueeze(-1) == token
+        same = d == 0 if options.ties == "average" else order.unsqueeze(-1) == token
         kernel = (same & pairs).to(v.dtype)
     else:
-        x = d * problem.inverse_width().view(-1, 1, 1, 1)
-        logits = (-x if problem.metric == "absolute" else -x * x).masked_fill(~pairs, -torch.inf)
-        if problem.balance == "rows":
+        x = d * problem.inv_bandwidth().view(-1, 1, 1, 1)
+        logits = (-x if options.metric == "absolute" else -x * x).masked_fill(~pairs, -torch.inf)
+        if options.balance == "rows":
             return logits.masked_fill(~sorted_here.unsqueeze(-1), 0).softmax(-1) * pairs
         kernel = logits.exp()
-    if problem.balance == "both" and not problem.hard:
+    if options.balance == "both" and not options.hard:
         x = kernel.sum(-1).masked_fill(~sorted_here, 1).rsqrt()
         for exponent in chebyshev_exponents():
             by_token = torch.zeros_like(x).scatter(-1, order, x).unsqueeze(-1)
@@ -45,21 +46,19 @@ def soft_sort(v: Tensor, problem: Problem, mask: Tensor | None) -> Tensor:
 def plan(problem: Problem) -> Tensor:
     """``N · G``, the attention matrix: (batch, N, M)."""
     problem = problem.scaled()
-    Q, K, tau = problem.query, problem.key, problem.inverse_temperature
+    Q, K, tau = problem.query, problem.key, problem.options.inverse_temperature
     n, m = lengths(problem)
     ΘQ, ΘK = problem.projections()
     A = soft_sort(ΘQ, problem, problem.query_mask)
     B = soft_sort(ΘK, problem, problem.key_mask)
-    T = couple(problem.coupling, n, m, Q.shape[-2], K.shape[-2], Q.dtype).matrix(K.shape[-2])
+    T = couple(problem.options.coupling, n, m, Q.shape[-2], K.shape[-2], Q.dtype).matrix(
+        K.shape[-2]
+    )
     N_U = A.mT @ T.unsqueeze(1) @ B  # N · U_l, (batch, L, N, M)
     C = (Q.unsqueeze(-2) - K.unsqueeze(-3)).square().sum(-1)
-    D = (
-        (C.unsqueeze(1) * N_U).sum((-2, -1)) / n.clamp(min=1).unsqueeze(-1)
-        if tau
-        else ΘQ[..., 0] * 0
-    )
-    σ = problem.slice_weights(D)
-    return torch.einsum("bl,blnm->bnm", σ, N_U)
+    D = (C.unsqueeze(1) * N_U).sum((-2, -1)) / n.clamp(min=1).unsqueeze(-1)
+    σ = problem.slice_weights(D if tau else None)
+    return N_U.mean(1) if σ is None else torch.einsum("bl,blnm->bnm", σ, N_U)
 
 
 def attend(problem: Problem, value: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from espformer.ops.esp.exponentials import NEGLIGIBLE, ExponentialSum, decay
 CHUNK = 32
 
 
-class Waves:
+class ChunkStates:
     """What chunks hand on to each other: decays ``exp(-p x)`` to and from their borders.
 
     A chunk receives from the left what stood at the end of the one before it, and from the right
@@ -91,11 +91,11 @@ class Waves:
         own = self.into.mT @ x
         if self.poles.is_complex():
             own = torch.complex(*own.chunk(2, -2))
-        dust = _magnitude(own) * NEGLIGIBLE**1.5
+        epsilon = _magnitude(own) * NEGLIGIBLE**1.5
         left, right = own.chunk(2, -2)
         for hop, left_decay, right_decay in self.hops:
-            from_left = _without(dust, left[..., :-hop, :, :] * left_decay)
-            from_right = _without(dust, right[..., hop:, :, :] * right_decay)
+            from_left = _flush(epsilon, left[..., :-hop, :, :] * left_decay)
+            from_right = _flush(epsilon, right[..., hop:, :, :] * right_decay)
             left[..., hop:, :, :].add_(from_left)
             right[..., :-hop, :, :].add_(from_right)
         # A chunk receives what its neighbours have.
@@ -136,56 +136,58 @@ def _magnitude(states: Tensor) -> Tensor:
     return _parts(states).abs().flatten(1).amax(1).view(-1, 1, 1, 1, 1)
 
 
-def _without(dust: Tensor, states: Tensor) -> Tensor:
+def _flush(epsilon: Tensor, states: Tensor) -> Tensor:
     """Sets to zero, in place, what has decayed several times over: see `NEGLIGIBLE`."""
     numbers = _parts(states)
-    numbers.masked_fill_(numbers.abs() < (dust.unsqueeze(-1) if states.is_complex() else dust), 0)
+    numbers.masked_fill_(
+        numbers.abs() < (epsilon.unsqueeze(-1) if states.is_complex() else epsilon), 0
+    )
     return states
 
 
 class SortedKernel:
-    """The matrix ``κ[n, j] = k(|s_n - s_j| · inverse_width)``, ready to be multiplied with.
+    """The matrix ``κ[n, j] = k(|s_n - s_j| · inv_bandwidth)``, ready to be multiplied with.
 
     Args:
-        values: ``(batch, slices, ranks)``, ascending along the last dimension.
-        inverse_width: broadcastable to ``(batch, slices, 1)``: ``1/t`` or ``1/sqrt(t)``.
+        points: ``(batch, slices, ranks)``, ascending along the last dimension.
+        inv_bandwidth: broadcastable to ``(batch, slices, 1)``: ``1/t`` or ``1/sqrt(t)``.
         table: the kernel as a sum of exponentials.
 
     Calling it maps ``(batch, slices, ranks, width)`` to the same shape. Gradients flow to the
-    operand, to ``values`` and to ``inverse_width``.
+    operand, to ``points`` and to ``inv_bandwidth``.
     """
 
-    def __init__(self, values: Tensor, inverse_width: Tensor, table: ExponentialSum) -> None:
-        self.values, self.inverse_width, self.table = values, inverse_width, table
+    def __init__(self, points: Tensor, inv_bandwidth: Tensor, table: ExponentialSum) -> None:
+        self.points, self.inv_bandwidth, self.table = points, inv_bandwidth, table
         differentiable = torch.is_grad_enabled() and (
-            values.requires_grad or inverse_width.requires_grad
+            points.requires_grad or inv_bandwidth.requires_grad
         )
         with torch.no_grad():
-            self._prepare(values.detach(), inverse_width.detach())
+            self._prepare(points.detach(), inv_bandwidth.detach())
             if differentiable:
                 self._prepare_slopes()
 
     def __call__(self, x: Tensor) -> Tensor:
-        product: Tensor = _Product.apply(self, self.values, self.inverse_width, x)
+        product: Tensor = _Product.apply(self, self.points, self.inv_bandwidth, x)
         return product
 
-    def _prepare(self, values: Tensor, inverse_width: Tensor) -> None:
-        ranks = values.shape[-1]
+    def _prepare(self, points: Tensor, inv_bandwidth: Tensor) -> None:
+        ranks = points.shape[-1]
         self.chunk = min(CHUNK, ranks)
         self.padding = -ranks % self.chunk
         if self.padding:  # repeat the last number; the operand is padded with zeros
-            values = torch.cat(
-                [values, values[..., -1:].expand(*values.shape[:-1], self.padding)], -1
+            points = torch.cat(
+                [points, points[..., -1:].expand(*points.shape[:-1], self.padding)], -1
             )
-        self.numbers = values.unflatten(-1, (-1, self.chunk))  # (batch, slices, chunks, chunk)
+        self.numbers = points.unflatten(-1, (-1, self.chunk))  # (batch, slices, chunks, chunk)
         self.chunks = self.numbers.shape[-2]
-        self.scale = inverse_width.unsqueeze(-1)
+        self.scale = inv_bandwidth.unsqueeze(-1)
         self.block = self.table.exact(self._differences().abs_())
         if self.chunks > 1:
             self.weights, poles = self._numbers(self.table.weights), self._numbers(self.table.poles)
             self.slopes = -self.weights * poles
-            self.waves = Waves(self.numbers, self.scale, poles)
-            self.reading = self.waves.readout(self.weights, self.weights)
+            self.transfer = ChunkStates(self.numbers, self.scale, poles)
+            self.reading = self.transfer.readout(self.weights, self.weights)
 
     def _numbers(self, numbers: tuple[complex, ...]) -> Tensor:
         real = not any(complex(x).imag for x in self.table.poles)
@@ -194,7 +196,7 @@ class SortedKernel:
         return torch.tensor(numbers, dtype=dtype, device=self.numbers.device)
 
     def _differences(self) -> Tensor:
-        """``(s_j - s_n) · inverse_width`` inside every chunk."""
+        """``(s_j - s_n) · inv_bandwidth`` inside every chunk."""
         s = self.numbers
         return (s.unsqueeze(-2) - s.unsqueeze(-1)).mul_(self.scale.unsqueeze(-1))
 
@@ -204,9 +206,9 @@ class SortedKernel:
         x = x.sign_() if self.table.metric == "absolute" else x.mul_(2)
         self.block_slope = x.mul_(self.block)
         if self.chunks > 1:  # κ' is odd: the sides differ in sign
-            self.pulling = self.waves.readout(self.slopes, -self.slopes)
+            self.pulling = self.transfer.readout(self.slopes, -self.slopes)
 
-    def _ties(self) -> Waves | None:
+    def _ties(self) -> ChunkStates | None:
         """Waves that die at once carry what stands at exactly the same number; None if nothing."""
         first, last = self.numbers[..., 1:, 0], self.numbers[..., :-1, -1]
         # On a GPU the numbers are not looked at: that would wait for the device.
@@ -214,7 +216,7 @@ class SortedKernel:
         if looked_at and not bool((first == last).any()):
             return None
         fastest = torch.finfo(self.numbers.dtype).max
-        return Waves(self.numbers, self.scale, self.numbers.new_tensor([fastest]))
+        return ChunkStates(self.numbers, self.scale, self.numbers.new_tensor([fastest]))
 
     def split(self, x: Tensor) -> Tensor:
         """(batch, slices, ranks, width) to (batch, slices, chunks, chunk, width), zero padded."""
@@ -223,11 +225,11 @@ class SortedKernel:
         return x.unflatten(-2, (self.chunks, self.chunk))
 
     def join(self, y: Tensor) -> Tensor:
-        return y.flatten(-3, -2)[..., : self.values.shape[-1], :]
+        return y.flatten(-3, -2)[..., : self.points.shape[-1], :]
 
     def states(self, x: Tensor) -> Tensor | None:
         """What a split operand sends from chunk to chunk; None if there is one chunk."""
-        return self.waves.states(x) if self.chunks > 1 else None
+        return self.transfer.states(x) if self.chunks > 1 else None
 
     def multiply(self, x: Tensor, states: Tensor | None) -> Tensor:
         """``κ x`` for a split operand and its states."""
@@ -257,7 +259,7 @@ class SortedKernel:
         """``P_n · (κ'X)_n`` from other chunks, by states: (batch, slices, chunks, chunk, rows)."""
         return (p @ states.mT).mul_(self.pulling)
 
-    def stretch(
+    def bandwidth_slope(
         self, x: Tensor, p: Tensor, x_states: Tensor | None, p_states: Tensor | None
     ) -> Tensor:
         """``Σ_n s_n ds_n`` for scaled numbers, (batch, slices, 1): pair by pair.
@@ -267,12 +269,14 @@ class SortedKernel:
         force = (p @ x.mT).mul_(self.block_slope)
         total = -force.mul_(self._differences()).sum((-3, -2, -1))
         if x_states is not None and p_states is not None:
-            waves, slopes = self.waves, self.slopes
+            transfer, slopes = self.transfer, self.slopes
             for rows, states in ((p, x_states), (x, p_states)):
-                left, right = waves.sides(self._pull(rows, states))
-                total += (left * waves.from_end - right * waves.to_end).sum((-2, -1))
-            flow = waves.flow(x_states, p_states, slopes) + waves.flow(p_states, x_states, slopes)
-            total += (flow * waves.step).sum((-2, -1))
+                left, right = transfer.sides(self._pull(rows, states))
+                total += (left * transfer.from_end - right * transfer.to_end).sum((-2, -1))
+            flow = transfer.flow(x_states, p_states, slopes) + transfer.flow(
+                p_states, x_states, slopes
+            )
+            total += (flow * transfer.step).sum((-2, -1))
         return total.unsqueeze(-1)
 
 
@@ -281,28 +285,28 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kernel: SortedKernel, values: Tensor, inverse_width: Tensor, x: Tensor
+        ctx: Any, kernel: SortedKernel, points: Tensor, inv_bandwidth: Tensor, x: Tensor
     ) -> Tensor:
         parts = kernel.split(x)
         states = kernel.states(parts)
         ctx.kernel = kernel
-        ctx.save_for_backward(values, inverse_width, x, states)
+        ctx.save_for_backward(points, inv_bandwidth, x, states)
         return kernel.join(kernel.multiply(parts, states))
 
     @staticmethod
     @refuse_double_backward("espformer's linear-time soft sort")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         kernel: SortedKernel = ctx.kernel
-        values, inverse_width, x, states = ctx.saved_tensors
+        points, inv_bandwidth, x, states = ctx.saved_tensors
         p = kernel.split(grads[0])
         p_states = kernel.states(p)
         pair = (kernel.split(x), p, states, p_states)
-        d_values = d_inverse_width = dx = None
+        d_points = d_inv_bandwidth = dx = None
         if ctx.needs_input_grad[1]:
-            d_values = kernel.slope(*pair).flatten(-2)[..., : values.shape[-1]] * inverse_width
+            d_points = kernel.slope(*pair).flatten(-2)[..., : points.shape[-1]] * inv_bandwidth
         if ctx.needs_input_grad[2]:
-            stretch = kernel.stretch(*pair) / inverse_width
-            d_inverse_width = stretch.sum_to_size(inverse_width.shape)
+            slope = kernel.bandwidth_slope(*pair) / inv_bandwidth
+            d_inv_bandwidth = slope.sum_to_size(inv_bandwidth.shape)
         if ctx.needs_input_grad[3]:
             dx = kernel.join(kernel.multiply(p, p_states))
-        return None, d_values, d_inverse_width, dx
+        return None, d_points, d_inv_bandwidth, dx

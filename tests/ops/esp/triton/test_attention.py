@@ -263,7 +263,7 @@ def test_offsets_of_more_than_32_bits_are_left_to_torch() -> None:
 
     def supported(queries: int, keys: int) -> bool:
         query, key = (torch.empty(1, n, 256, device="meta") for n in (queries, keys))
-        return _supported(Problem(query, key, 1.0, 0.1), key)
+        return _supported(Problem(query, key), key)
 
     assert supported(5_000_000, 5_000_000)
     assert supported(4_000_000, 3_000_000)

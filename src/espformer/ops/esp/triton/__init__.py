@@ -19,9 +19,11 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
     Rows of `value` that are padding are zero.
     """
     if _supported(problem, value):
-        out = (hard if problem.hard else soft).attend(problem, value)
+        out = (hard if problem.options.hard else soft).attend(problem, value)
     else:
-        out = (linear.attend(problem, value) + problem.poison().view(-1, 1, 1)).to(value.dtype)
+        out = (linear.attend(problem, value) + problem.nonfinite_marker().view(-1, 1, 1)).to(
+            value.dtype
+        )
     return zero_padding(out, problem.query_mask)
 
 
@@ -35,9 +37,10 @@ def _supported(problem: Problem, value: Tensor) -> bool:
     ranks = max(queries, keys) if same else queries + keys  # or pieces of them
     if any(ranks * x.shape[-1] >= 1 << 31 for x in operands):
         return False
+    options = problem.options
     if same:
-        return not problem.hard or problem.ties == "stable"
-    return not problem.hard and problem.coupling != "interpolate"  # which is not monotone
+        return not options.hard or options.ties == "stable"
+    return not options.hard and options.coupling != "interpolate"  # which is not monotone
 
 
 def plan(problem: Problem) -> Tensor:

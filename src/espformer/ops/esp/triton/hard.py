@@ -15,14 +15,15 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
     """``N · G V`` for stable ties and as many queries as keys; all NaN in a head that holds one."""
     query, key, mask = problem.query, problem.key, problem.query_mask
     matches, shares = _matches(problem)
-    if problem.inverse_temperature:
+    costs = None
+    if problem.options.inverse_temperature:
         lengths = query.shape[-2] if mask is None else mask.sum(-1, keepdim=True).clamp(min=1)
         costs = matching_costs(query, key, matches) * (problem.scale**2 / lengths)
         if problem.slices is not None:
             costs = costs + shares * 0  # NaN in the slices does not show in distances
-        shares = problem.slice_weights(costs)
-    elif problem.keep is not None:
-        shares = problem.slice_weights(shares) + shares * 0
+    weights = problem.slice_weights(costs)
+    if weights is not None:  # NaN shows in distances, and in the plain mean
+        shares = weights if costs is not None else weights + shares * 0
     return apply_matching(value, shares, matches)
 
 
@@ -35,7 +36,7 @@ def _matches(problem: Problem) -> tuple[Tensor, Tensor]:
         if not halves or problem.slices is not None:
             sides = problem.scaled().projections()
             orders = [linear.sort_tokens(x.contiguous(), mask).order.int() for x in sides]
-            shares = problem.poison().unsqueeze(-1) + 1 / orders[0].shape[1]
+            shares = problem.nonfinite_marker().unsqueeze(-1) + 1 / orders[0].shape[1]
             return match(*orders), shares.expand(orders[0].shape[:2])
         found: tuple[Tensor, Tensor] = match_halves(query, key, mask)
         return found

@@ -12,26 +12,26 @@ from espformer.ops.esp.triton.balance import balanced_scales
 from espformer.ops.esp.triton.column import row_scales
 from espformer.ops.esp.triton.norms import centre_rows, norm_costs
 from espformer.ops.esp.triton.operators import apply_plans, cross_plans
-from espformer.ops.esp.triton.plans import Plans, Side, meet
+from espformer.ops.esp.triton.plans import Plans, Side, meet, valid_ranks
 from espformer.ops.esp.triton.ranking import MOST_TOKENS, rank_halves
 
 
 def attend(problem: Problem, value: Tensor) -> Tensor:
     """``N · G V``; all NaN in a head that holds one."""
     batch = value.shape[0]
-    width = problem.inverse_width(batch).expand(batch).contiguous()
+    width = problem.inv_bandwidth(batch).expand(batch).contiguous()
     ranked = _rank(problem)
     queries = _sorted(problem, *ranked[0], problem.query_mask, width)
     keys = _sorted(problem, *ranked[1], problem.key_mask, width)
     coupling = None
     if not linear.same_lengths(problem):
         coupling = couple(
-            problem.coupling, queries.counts(), keys.counts(), queries.values.shape[-1],
+            problem.options.coupling, queries.counts(), keys.counts(), queries.values.shape[-1],
             keys.values.shape[-1], torch.float32,
         )  # fmt: skip
     plans = meet(queries, keys, width, coupling)
     weights = _weights(problem, queries, keys, plans, coupling)
-    return apply_plans(value, weights, queries.order.shape[-1], *plans, problem.metric)
+    return apply_plans(value, weights, queries.order.shape[-1], *plans, problem.options.metric)
 
 
 def _exact(problem: Problem) -> bool:
@@ -56,7 +56,7 @@ def _rank(problem: Problem) -> list[tuple[Tensor, Tensor]]:
         linear.sort_tokens(*side)
         for side in zip(problem.scaled().projections(), masks, strict=True)
     )
-    return [(side.values.contiguous(), side.order.int()) for side in rankings]
+    return [(side.points.contiguous(), side.order.int()) for side in rankings]
 
 
 def _sorted(
@@ -64,11 +64,12 @@ def _sorted(
 ) -> Side:
     """A side from its ranking, normalised."""
     lengths = None if mask is None else mask.sum(-1, dtype=torch.int32)
+    values = problem.in_units(values, None if lengths is None else valid_ranks(values, lengths))
     exact = _exact(problem)
-    if problem.balance == "rows":
-        scale = row_scales(values, lengths, width, problem.metric, exact)
+    if problem.options.balance == "rows":
+        scale = row_scales(values, lengths, width, problem.options.metric, exact)
         return Side(values, order, lengths, scale, None)
-    scale = balanced_scales(values, lengths, width, problem.metric, exact)
+    scale = balanced_scales(values, lengths, width, problem.options.metric, exact)
     return Side(values, order, lengths, scale, scale)
 
 
@@ -77,7 +78,8 @@ def _weights(
 ) -> Tensor:
     """σ of every slice, (batch, L)."""
     batch, slices, tokens = queries.values.shape
-    if problem.inverse_temperature:
+    costs = None
+    if problem.options.inverse_temperature:
         centre = problem.centre().squeeze(-2)
         query, key = problem.query, problem.key
         both = torch.promote_types(query.dtype, key.dtype)
@@ -88,20 +90,15 @@ def _weights(
             back = Coupling(coupling.columns, coupling.rows, coupling.weights, keys.order.shape[-1])
         norms = _norms(problem, q_squares, queries, keys, plans.inverse_width, coupling)
         norms = norms + _norms(problem, k_squares, keys, queries, plans.inverse_width, back)
-        costs = torch.sub(norms, cross_plans(q, k, *plans, problem.metric), alpha=2)
+        costs = torch.sub(norms, cross_plans(q, k, *plans, problem.options.metric), alpha=2)
         if queries.lengths is None:
             costs = costs / max(1, tokens)
         else:
             costs = costs / queries.lengths.clamp(min=1).unsqueeze(-1)
-    elif problem.keep is not None:
-        costs = torch.zeros_like(queries.values[..., 0])
-    else:
-        costs = None
-    if costs is None:
+    weights = problem.slice_weights(costs)
+    if weights is None:
         weights = queries.values.new_full((batch, slices), 1 / slices)
-    else:
-        weights = problem.slice_weights(costs)
-    return weights if _ranks_halves(problem) else weights + problem.poison().unsqueeze(-1)
+    return weights if _ranks_halves(problem) else weights + problem.nonfinite_marker().unsqueeze(-1)
 
 
 def _norms(
@@ -114,7 +111,7 @@ def _norms(
         met = coupling(other.present().unsqueeze(-1)).squeeze(-1)
     given = side.scale if met is None else side.scale * met
     costs: Tensor = norm_costs(
-        squares, side.order, given, side.factor, side.values, width, problem.metric,
+        squares, side.order, given, side.factor, side.values, width, problem.options.metric,
         _exact(problem),
     )  # fmt: skip
     return costs

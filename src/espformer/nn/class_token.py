@@ -1,0 +1,99 @@
+"""A class token that reads by softmax, beside tokens that exchange by any mechanism."""
+
+import torch
+from torch import Tensor
+
+from espformer.nn.mechanisms import Mechanism, Softmax
+
+__all__ = ["ClassToken"]
+
+
+class ClassToken(Mechanism):
+    """The first token attends to all tokens by softmax; the others attend to each other by `base`.
+
+    A doubly-stochastic plan gives every token one share of the others' mass, the class token too,
+    which has to read from all of them. Here it reads without taking part in the plan. It must not
+    be masked.
+
+    Args:
+        base: mechanism of the other tokens.
+
+    Example:
+        >>> import torch
+        >>> from espformer.nn import ESP
+        >>> x = torch.randn(2, 4, 5, 8)
+        >>> rows = ClassToken(ESP(hard=True)).matrix(x, x).sum(-1)
+        >>> rows.allclose(torch.ones(2, 4, 5))
+        True
+
+    References:
+        LOTFormer: Doubly-stochastic linear attention via low-rank optimal transport, 2025.
+    """
+
+    def __init__(self, base: Mechanism) -> None:
+        super().__init__()
+        if not isinstance(base, Mechanism):
+            raise TypeError(
+                "ClassToken: base must be a mechanism such as espformer.nn.ESP(), "
+                f"got {type(base).__name__}"
+            )
+        self.base = base
+        self.reader = Softmax()
+
+    def build(self, heads: int, head_dim: int, value_dim: int, depth: int) -> None:
+        self.base = self.base.bind(heads, head_dim, value_dim=value_dim, depth=depth)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        query_mask, key_mask = _both_masks(query, key, query_mask, key_mask)
+        first = self.reader(
+            query[..., :1, :], key, value, query_mask=_part(query_mask, 0, 1), key_mask=key_mask
+        )
+        others = self.base(
+            query[..., 1:, :], key[..., 1:, :], value[..., 1:, :],
+            query_mask=_part(query_mask, 1), key_mask=_part(key_mask, 1),
+        )  # fmt: skip
+        return torch.cat([first, others], -2)
+
+    def matrix(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        query_mask, key_mask = _both_masks(query, key, query_mask, key_mask)
+        first = self.reader.matrix(
+            query[..., :1, :], key, query_mask=_part(query_mask, 0, 1), key_mask=key_mask
+        )
+        others = self.base.matrix(
+            query[..., 1:, :], key[..., 1:, :],
+            query_mask=_part(query_mask, 1), key_mask=_part(key_mask, 1),
+        )  # fmt: skip
+        return torch.cat([first, torch.nn.functional.pad(others, (1, 0))], -2)
+
+
+def _part(mask: Tensor | None, start: int, end: int | None = None) -> Tensor | None:
+    return None if mask is None else mask[..., start:end]
+
+
+def _both_masks(
+    query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Masks by the library's rule: that of the keys, alone, is also that of as many queries."""
+    if min(query.shape[-2], key.shape[-2]) < 2:
+        raise ValueError(
+            "ClassToken: there must be tokens beside the class token, got queries of shape "
+            f"{tuple(query.shape)} and keys of shape {tuple(key.shape)}"
+        )
+    if query_mask is None and key_mask is not None and query.shape[-2] == key.shape[-2]:
+        return key_mask, key_mask
+    return query_mask, key_mask

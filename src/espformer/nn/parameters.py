@@ -1,0 +1,53 @@
+"""Parameter groups: what mechanisms learn has a learning rate of its own."""
+
+from typing import Any
+
+from torch import nn
+
+from espformer.nn.esp import ESP
+
+__all__ = ["MECHANISM_RATE", "parameter_groups"]
+
+# A logarithm that starts wrong by three must get there within some hundred steps, and Adam moves it
+# by about the learning rate in each.
+MECHANISM_RATE = 30.0
+
+
+def parameter_groups(
+    model: nn.Module, *, lr: float, weight_decay: float = 0.0, rate: float = MECHANISM_RATE
+) -> list[dict[str, Any]]:
+    """Groups for an optimiser: what ESP mechanisms learn apart from all other parameters.
+
+    Logarithms of sort temperatures and of slice weights live on a scale of ones, weights on one of
+    hundredths: with one learning rate a temperature that starts wrong is still on its way when a
+    short training ends. They get `rate` times the learning rate, and no weight decay, which would
+    pull a temperature towards one.
+
+    Args:
+        model: any module.
+        lr: learning rate of the other parameters.
+        weight_decay: of the other parameters.
+        rate: the mechanisms' learning rate over that of the others.
+
+    Returns:
+        One group, or two if a mechanism learns a temperature or slice weights.
+
+    Example:
+        >>> import torch
+        >>> from espformer.nn import ESP, Attention
+        >>> model = Attention(32, heads=4, mechanism=ESP(learn_temperature=True))
+        >>> optimiser = torch.optim.AdamW(parameter_groups(model, lr=1e-3, weight_decay=0.1))
+        >>> [(len(g["params"]), g["lr"], g["weight_decay"]) for g in optimiser.param_groups]
+        [(4, 0.001, 0.1), (1, 0.03, 0.0)]
+    """
+    own: dict[int, nn.Parameter] = {}
+    for mechanism in model.modules():
+        if isinstance(mechanism, ESP):
+            for parameter in (mechanism.log_sort_temperature, mechanism.slice_logits):
+                if parameter is not None:
+                    own[id(parameter)] = parameter
+    others = [parameter for parameter in model.parameters() if id(parameter) not in own]
+    groups: list[dict[str, Any]] = [{"params": others, "lr": lr, "weight_decay": weight_decay}]
+    if own:
+        groups.append({"params": list(own.values()), "lr": rate * lr, "weight_decay": 0.0})
+    return groups

@@ -1,0 +1,251 @@
+"""Every option of ESP attention, once: its name, type, default, check and sentence.
+
+:func:`espformer.esp_attention`, :func:`espformer.esp_plan` and :class:`espformer.nn.ESP` take these
+options as keywords; the compiled operator's schema, what a checkpoint saves and the table in the
+documentation are made from the same list. A new option is one field here, its type in `Options`,
+and the place that uses it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, TypedDict, TypeVar
+
+from torch import Tensor
+
+METRICS = ("absolute", "squared")
+BALANCES = ("rows", "both")
+UNITS = ("spread", "absolute")
+TIES = ("stable", "average")
+COUPLINGS = ("quantile", "interpolate", "identity")
+MOST_INVERSE_TEMPERATURE = 1e30  # times a cost, still a number in float32
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def _positive_temperature(t: float | Tensor) -> str | None:
+    # A tensor is looked at where its device is known: see `functional.arguments`.
+    if isinstance(t, Tensor) or t > 0:
+        return None
+    return f"must be > 0, got {t} (for hard sorting pass hard=True)"
+
+
+def _in_range(tau: float) -> str | None:
+    if 0 <= tau <= MOST_INVERSE_TEMPERATURE:
+        return None
+    return (
+        f"must be in [0, {MOST_INVERSE_TEMPERATURE:g}], got {tau} (0 weighs all slices alike, 1e6 "
+        "takes the cheapest)"
+    )
+
+
+def _share(share: bool | float) -> str | None:
+    if 0 <= share <= 1:
+        return None
+    return f"must be True, False or the share of the hard output in [0, 1], got {share}"
+
+
+def _probability(p: float) -> str | None:
+    return None if 0 <= p < 1 else f"must be in [0, 1), got {p}"
+
+
+def _finite_scale(scale: float | None) -> str | None:
+    if scale is None or math.isfinite(scale):
+        return None
+    return f"must be a finite number, got {scale}"
+
+
+def _option(
+    default: Any,
+    meaning: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    check: Callable[[Any], str | None] | None = None,
+    kernel: bool = False,
+    before: Any = None,
+) -> Any:
+    """One option.
+
+    Args:
+        default: its value unless given.
+        meaning: the sentence that documents it.
+        choices: the texts that it may be.
+        check: returns what is wrong with a value, or None.
+        kernel: it goes to the operator as a plain value (others are resolved before).
+        before: it changes over the life of a model, so checkpoints save it; and what checkpoints
+            mean that do not have it.
+    """
+    details = {"meaning": meaning, "choices": choices, "check": check, "kernel": kernel}
+    return field(default=default, metadata=details | {"before": before})
+
+
+class Options(TypedDict, total=False):
+    """The keywords of :class:`ESPOptions`, for type checkers: a test holds the two together."""
+
+    sort_temperature: float | Tensor
+    temperature_unit: str
+    inverse_temperature: float
+    metric: str
+    balance: str
+    hard: bool
+    straight_through: bool | float
+    ties: str
+    coupling: str
+    scale: float | None
+    slice_dropout: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ESPOptions:
+    """What ESP attention computes, apart from the tensors that it computes with."""
+
+    sort_temperature: float | Tensor = _option(
+        0.3,
+        "t > 0, how soft the sort is: the width over which numbers mix. A number, or a tensor that "
+        "broadcasts to ``(batch, heads)``, for instance ``(heads,)``; gradients flow to it.",
+        check=_positive_temperature,
+        before=0.1,
+    )
+    hard: bool = _option(
+        False,
+        "sort exactly, without a gradient through the sort: exactly doubly stochastic where N = M "
+        "or with the quantile coupling.",
+        kernel=True,
+        before=False,
+    )
+    straight_through: bool | float = _option(
+        False,
+        "True: the output of the hard operator with the gradient of the soft one. A number in "
+        "[0, 1] is the share of the hard output in a mix. Without effect if `hard`.",
+        check=_share,
+        before=0.0,
+    )
+    ties: str = _option(
+        "stable",
+        'for hard sorting, ``"stable"`` (earlier tokens first) or ``"average"``, the lifted plan, '
+        "which shares mass equally among tied tokens.",
+        choices=TIES,
+        kernel=True,
+        before="stable",
+    )
+    temperature_unit: str = _option(
+        "spread",
+        '``"spread"``: t is a share of the standard deviation of the numbers that are sorted, on '
+        "each slice, of queries and of keys apart, over the tokens that take part; scaling queries "
+        'or keys then changes nothing. ``"absolute"``: t is a distance, as in the paper.',
+        choices=UNITS,
+        kernel=True,
+        before="absolute",
+    )
+    inverse_temperature: float = _option(
+        0.0,
+        "τ ≥ 0, how much cheap slices are preferred; 0 is the plain mean.",
+        check=_in_range,
+        kernel=True,
+    )
+    metric: str = _option(
+        "absolute",
+        '``"absolute"``, ``dist = |x - y|`` (exact in linear time), or ``"squared"``, as in the '
+        "paper: a sum of a few exponentials, within 2e-7 in float32 and 3e-11 in float64 of every "
+        "pair's kernel. For a token far from nearly all others these errors add up, to attention "
+        "that is slightly negative: 3e-8 N in all at most, in float32. The kernels for 16-bit "
+        "inputs have fewer exponentials: 1.5e-5, and 2.1e-6 N in all.",
+        choices=METRICS,
+        kernel=True,
+    )
+    balance: str = _option(
+        "rows",
+        '``"rows"``, the paper: soft attention is only roughly doubly stochastic. ``"both"``: each '
+        "soft sort is scaled to be doubly stochastic, and so is the attention, at every "
+        "temperature: sums are off by about 1e-6, at worst by 1e-4 (up to 65,536 tokens).",
+        choices=BALANCES,
+        kernel=True,
+    )
+    coupling: str = _option(
+        "quantile",
+        'for N ≠ M, ``"quantile"`` (exact marginals), ``"interpolate"`` or ``"identity"`` (the '
+        "paper's).",
+        choices=COUPLINGS,
+        kernel=True,
+    )
+    scale: float | None = _option(
+        None,
+        "multiplies queries and keys; ``m ** -0.5`` unless given.",
+        check=_finite_scale,
+        kernel=True,
+    )
+    slice_dropout: float = _option(
+        0.0,
+        "the probability to leave out a slice; the weights of the others are renormalised and at "
+        "least one stays.",
+        check=_probability,
+    )
+
+    def check(self, name: str) -> None:
+        """Raises a ValueError, in the name of the function that was called, for a wrong value."""
+        for option in fields(self):
+            check_option(name, option, getattr(self, option.name))
+
+
+def check_option(name: str, option: Field[Any], value: Any) -> None:
+    """Raises a ValueError unless `value` is one that `option` can have."""
+    choices, check = option.metadata["choices"], option.metadata["check"]
+    if choices is not None and value not in choices:
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name}: {option.name} must be one of {listed}, got {value!r}")
+    wrong = None if check is None else check(value)
+    if wrong is not None:
+        raise ValueError(f"{name}: {option.name} {wrong}")
+
+
+OPTIONS: dict[str, Field[Any]] = {option.name: option for option in fields(ESPOptions)}
+KERNEL_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.metadata["kernel"])
+SAVED_OPTIONS = tuple(n for n, option in OPTIONS.items() if option.metadata["before"] is not None)
+
+
+def encode(name: str, value: Any) -> float:
+    """The value of an option as a number, for a checkpoint."""
+    choices = OPTIONS[name].metadata["choices"]
+    return float(value if choices is None else choices.index(value))
+
+
+def decode(name: str, number: float) -> Any:
+    """The value that :func:`encode` made a number of."""
+    option = OPTIONS[name]
+    if option.metadata["choices"] is not None:
+        return option.metadata["choices"][int(number)]
+    return bool(number) if option.type == "bool" else number
+
+
+def describe(indent: int) -> str:
+    """The options as the lines of a docstring's ``Args:``."""
+    pad = " " * indent
+    return "\n".join(f"{pad}{name}: {o.metadata['meaning']}" for name, o in OPTIONS.items())
+
+
+def takes_options(function: T) -> T:
+    """Shows the options in the signature and, for ``{options}``, in the docstring of `function`.
+
+    The function takes them as ``**options: Unpack[Options]``.
+    """
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
+    parameters += [
+        inspect.Parameter(
+            o.name, inspect.Parameter.KEYWORD_ONLY, default=o.default, annotation=o.type
+        )
+        for o in OPTIONS.values()
+    ]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    document(function)
+    return function
+
+
+def document(item: Any) -> None:
+    """Writes the options where the docstring of `item` says ``{options}``."""
+    if item.__doc__ is not None:  # which it is under python -OO
+        line = next((x for x in item.__doc__.splitlines() if x.strip() == "{options}"), "")
+        item.__doc__ = item.__doc__.replace(line, describe(len(line) - len("{options}")), 1)
