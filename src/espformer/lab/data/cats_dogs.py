@@ -56,6 +56,7 @@ def load(
     data_dir: str | Path | None = None,
     seed: int = 0,
     fraction: float = 1.0,
+    images: int | None = None,
     image_size: int = 224,
     augment: bool = True,
     normalise: Literal["unit", "imagenet"] = "unit",
@@ -67,6 +68,7 @@ def load(
         data_dir, seed: as in :func:`espformer.lab.data.load`.
         fraction: share of the training images, of each class alike: 0.01, 0.1, 0.25 and 1 in the
             paper. A seed determines the images, and a smaller share is part of a larger one.
+        images: how many training images, as many of each class, instead of a share of them.
         image_size: height and width.
         augment: random resized crops and mirroring, in training only.
         normalise: "unit" gives [0, 1], as the paper; "imagenet" what pretrained models want.
@@ -74,6 +76,11 @@ def load(
     """
     name = SOURCE.name
     check_fraction(name, "fraction", fraction, whole=True)
+    if images is not None and fraction != 1:
+        raise ValueError(
+            f"load('{name}'): give a number of images or a fraction of them, not both; got "
+            f"images={images} and fraction={fraction}"
+        )
     check_fraction(name, "validation", validation, whole=False)
     check_sizes(name, image_size=image_size)
     if normalise not in NORMALISATIONS:
@@ -90,6 +97,13 @@ def load(
     else:
         whole, test = (_read(files, split, image_size) for split in ("train", "test"))
 
+    if images is not None:
+        if not 2 <= images <= len(whole):
+            raise ValueError(
+                f"load('{name}'): images must be between 2 and the {len(whole)} that there are for "
+                f"training, got {images}"
+            )
+        fraction = images / len(whole)
     chosen, _ = stratified(whole.labels, fraction, seed)
     train = whole if fraction == 1 else whole.subset(chosen)
     train, valid = hold_out(train, validation, seed)
