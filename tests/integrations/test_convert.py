@@ -130,7 +130,9 @@ def test_depth_reaches_the_mechanism():
     "mechanism",
     [
         ESP(),
-        ESP(0.3, 0.0, metric="squared", hard=True, slicer="learnable", slices=3),
+        ESP(
+            0.3, inverse_temperature=0.0, metric="squared", hard=True, slicer="learnable", slices=3
+        ),
         Sinkhorn(5, scale=0.2),
         Softmax(dropout=0.1),
         Differential(ESP(balance="both"), lambda_init="depth"),

@@ -184,7 +184,7 @@ def test_a_model_without_esp_is_an_error(change):
         (lambda m: anneal(m, float("inf")), r"anneal: factor must be > 0 and finite, got inf"),
         (lambda m: anneal(m, float("nan")), r"anneal: factor must be > 0 and finite, got nan"),
         (lambda m: harden(m, ties="none"), r"ties must be one of"),
-        (lambda m: set_straight_through(m, 2.0), r"share in \[0, 1\], got 2\.0"),
+        (lambda m: set_straight_through(m, 2.0), r"\[0, 1\], got 2\.0"),
         (lambda m: exponential_schedule(0.0, 0.8, 3), r"start=0\.0"),
     ],
 )

@@ -270,3 +270,33 @@ def test_mistakes_of_calls_are_named():
 def test_repr_tells_the_sizes():
     text = repr(Attention(12, 2, cross=True, key_dim=7))
     assert "dim=12, heads=2, head_dim=6, cross=True, key_dim=7" in text
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_queries_and_keys_narrower_than_values(cross):
+    layer = Attention(32, 4, ESP(), qk_dim=3, cross=cross, head_dim=5).double()
+    x = torch.randn(2, 6, 32, dtype=torch.float64)
+    weights = [layer.q, layer.kv] if cross else [layer.qkv]
+    assert sum(w.out_features for w in weights) == 4 * (3 + 3 + 5)
+    projected = torch.cat([w(x) for w in weights], -1)
+    widths = (12, 12, 20)
+    q, k, v = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in projected.split(widths, -1))
+    expected = layer.proj(ESP()(q, k, v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x, x) if cross else layer(x), expected)
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_keys_that_begin_as_queries(cross):
+    layer = Attention(32, 4, ESP(hard=True), key_init="query", cross=cross)
+    x = torch.randn(2, 6, 32)
+    _, matrix = layer(x, *([x] if cross else []), return_matrix=True)
+    torch.testing.assert_close(matrix, torch.eye(6).expand_as(matrix))
+
+
+def test_widths_and_beginnings_that_cannot_be():
+    with pytest.raises(ValueError, match="qk_dim is at least 1"):
+        Attention(32, 4, qk_dim=0)
+    with pytest.raises(ValueError, match="keys begin as queries only"):
+        Attention(32, 4, key_init="query", cross=True, key_dim=16)
+    with pytest.raises(ValueError, match="key_init must be one of 'own', 'query'"):
+        Attention(32, 4, key_init="random")

@@ -1,14 +1,18 @@
 """The ESP mechanism: what reaches the function, what is learnt, what is saved."""
 
 import copy
+import inspect
 import io
+from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from espformer import functional
-from espformer.nn import ESP, Attention, FrozenSlicer, LearnableSlicer
+from espformer.nn import ESP, Attention, FrozenSlicer, LearnableSlicer, Softmax
+from espformer.ops.esp.options import OPTIONS, ESPOptions, Options
 
 HEADS, WIDTH = 2, 6
 
@@ -19,8 +23,9 @@ def qkv() -> tuple[Tensor, ...]:
     return torch.randn(3, 2, HEADS, 7, WIDTH, generator=generator, dtype=torch.float64).unbind()
 
 
-SETTINGS = {
-    "sort_temperature": 0.3,
+OTHERS = {
+    "sort_temperature": 0.4,
+    "temperature_unit": "absolute",
     "inverse_temperature": 2.0,
     "metric": "squared",
     "balance": "both",
@@ -29,36 +34,45 @@ SETTINGS = {
     "straight_through": 0.25,
     "coupling": "identity",
     "scale": 0.7,
-    "backend": "dense",
+    "slice_dropout": 0.5,
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_every_setting_reaches_the_function(setting, qkv, monkeypatch):
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_reaches_the_function(option, qkv, monkeypatch):
     """Each alone, so that swapped or forgotten arguments show; defaults are the function's."""
     calls = []
     monkeypatch.setattr(functional, "esp_attention", lambda *a, **k: calls.append(k))
     monkeypatch.setattr(functional, "esp_plan", lambda *a, **k: calls.append(k))
-    mechanism = ESP(**{setting: SETTINGS[setting]})
+    mechanism = ESP(**{option: OTHERS[option]})
     mechanism(*qkv)
     mechanism.matrix(*qkv[:2])
-    defaults = {
-        "sort_temperature": 0.1,
-        "inverse_temperature": 0.1,
-        "metric": "absolute",
-        "balance": "rows",
-        "hard": False,
-        "ties": "stable",
-        "straight_through": 0.0,
-        "coupling": "quantile",
-        "slices": None,
-        "scale": None,
-        "backend": "auto",
-        "query_mask": None,
-        "key_mask": None,
-    }
-    expected = defaults | {setting: SETTINGS[setting]}
-    assert calls == [expected | {"slice_dropout": 0.0}, expected]
+    expected = {name: o.default for name, o in OPTIONS.items()} | {option: OTHERS[option]}
+    rest = {"slices": None, "slice_logits": None, "query_mask": None, "key_mask": None}
+    expected |= rest | {"backend": "auto"}
+    assert calls == [expected, expected | {"slice_dropout": 0.0}]
+    assert getattr(mechanism, option) == OTHERS[option]
+
+
+def test_an_option_is_listed_once():
+    """Its field, its type for type checkers, and the place that uses it: nothing else lists it."""
+    assert list(get_type_hints(ESPOptions)) == list(OPTIONS)
+    assert set(get_type_hints(Options)) == set(OPTIONS)
+    for callable_ in (functional.esp_attention, functional.esp_plan, ESP):
+        parameters = inspect.signature(callable_).parameters
+        for name, option in OPTIONS.items():
+            assert parameters[name].default == option.default
+            assert f"{name}: {option.metadata['meaning'][:20]}" in callable_.__doc__ or (
+                callable_ is functional.esp_plan
+            )
+    root = Path(functional.__file__).parents[1]
+    listed = [
+        path.relative_to(root).as_posix()
+        for folder in ("ops", "functional", "nn", "integrations")
+        for path in (root / folder).rglob("*.py")
+        if "slice_dropout: float" in path.read_text(encoding="utf-8")
+    ]
+    assert listed == ["ops/esp/options.py"]
 
 
 def test_is_the_function(qkv):
@@ -104,7 +118,7 @@ def test_each_head_has_its_own_temperature(qkv):
     out = learnt(*qkv)
     for head, temperature in enumerate([0.3, 0.05]):
         one = [x[:, head : head + 1] for x in qkv]
-        expected = ESP(temperature)(*one)
+        expected = ESP(sort_temperature=temperature)(*one)
         torch.testing.assert_close(out[:, head : head + 1], expected, rtol=1e-6, atol=1e-7)
 
 
@@ -113,7 +127,7 @@ def test_temperature_is_learnt(qkv):
     target = ESP(sort_temperature=0.05)(*qkv)
     mechanism = ESP(sort_temperature=0.3, learn_temperature=True).bind(HEADS, WIDTH).double()
     steps = torch.optim.Adam(mechanism.parameters(), lr=0.2)
-    for _ in range(50):
+    for _ in range(100):
         steps.zero_grad()
         (mechanism(*qkv) - target).square().mean().backward()
         steps.step()
@@ -170,6 +184,53 @@ def test_state_dict_holds_tensors_only():
     assert all(isinstance(entry, Tensor) for entry in state.values())
 
 
+def test_state_dict_of_before_temperatures_had_a_unit():
+    layer = Attention(12, HEADS, ESP())
+    state = layer.state_dict()
+    state["mechanism._extra_state"] = torch.tensor([0.07, 1.0, 0.5, 1.0], dtype=torch.float64)
+    layer.load_state_dict(state)
+    esp = layer.mechanism
+    assert (esp.sort_temperature, esp.temperature_unit, esp.hard) == (0.07, "absolute", True)
+    assert (esp.straight_through, esp.ties) == (0.5, "average")
+
+
+def test_few_slices_unless_told():
+    assert ESP().bind(2, 6).slicer() is None
+    assert ESP().bind(2, 8).slicer() is None
+    assert ESP().bind(2, 64).slicer().shape == (2, 8, 64)
+    assert ESP(slices=5).bind(2, 64).slicer().shape == (2, 5, 64)
+    assert ESP(slicer="axis").bind(2, 64).slicer() is None
+    assert ESP(slicer="axis", slices=3).bind(2, 64).slicer().tolist() == torch.eye(64)[:3].tolist()
+    with pytest.raises(ValueError, match="AxisSlicer: a head of width 6 has as many axes"):
+        ESP(slicer="axis", slices=7).bind(2, 6)
+
+
+def test_weights_of_softmax_load_beside_frozen_slices():
+    wide = Attention(128, HEADS, Softmax()).state_dict()
+    layer = Attention(128, HEADS, ESP())
+    before = layer.mechanism.slicer().clone()
+    assert not any(layer.load_state_dict(wide, strict=True))
+    assert torch.equal(layer.mechanism.slicer(), before)
+    former = wide | {"mechanism._extra_state": torch.tensor([0.1, 0.0, 0.0, 0.0])}
+    with pytest.raises(RuntimeError, match=r"slicer\.directions"):  # it was trained along the axes
+        layer.load_state_dict(former)
+
+
+def test_slice_weights_are_learnt(qkv):
+    mechanism = ESP(learn_slice_weights=True).bind(HEADS, WIDTH).double()
+    torch.testing.assert_close(mechanism(*qkv), ESP()(*qkv))
+    wanted = torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    only = torch.eye(WIDTH, dtype=torch.float64)[2:3]
+    target = functional.esp_attention(*qkv, slices=only)
+    steps = torch.optim.Adam(mechanism.parameters(), lr=0.2)
+    for _ in range(100):
+        steps.zero_grad()
+        (mechanism(*qkv) - target).square().mean().backward()
+        steps.step()
+    found = mechanism.slice_logits.softmax(-1).detach()
+    torch.testing.assert_close(found, wanted.expand(HEADS, -1), atol=0.05, rtol=0)
+
+
 def test_state_dict_without_the_settings_loads_and_keeps_them():
     layer = Attention(12, HEADS, ESP(sort_temperature=0.7, hard=True, ties="average"))
     state = layer.state_dict()
@@ -190,7 +251,7 @@ def test_a_missing_parameter_is_still_an_error():
 
 
 def test_casts_do_not_touch_the_temperature():
-    layer = Attention(12, HEADS, ESP(1e-9)).half()
+    layer = Attention(12, HEADS, ESP(sort_temperature=1e-9)).half()
     assert layer.mechanism.sort_temperature == 1e-9
     assert layer.state_dict()["mechanism._extra_state"][0] == 1e-9
 
@@ -232,7 +293,9 @@ def test_annealing_a_compiled_model_does_not_recompile_each_time():
 
 
 def test_repr_tells_the_settings():
-    text = repr(ESP(1e-5, hard=True, slicer="learnable", slices=3).bind(HEADS, WIDTH))
+    text = repr(
+        ESP(sort_temperature=1e-5, hard=True, slicer="learnable", slices=3).bind(HEADS, WIDTH)
+    )
     assert "sort_temperature=1e-05" in text
     assert "hard=True" in text
     assert "LearnableSlicer(heads=2, slices=3, head_dim=6)" in text
@@ -255,11 +318,10 @@ def test_repr_tells_the_settings():
         ({"ties": "none"}, r"ESP: ties must be one of 'stable', 'average'"),
         ({"coupling": "none"}, r"ESP: coupling must be one of"),
         ({"backend": "fast"}, r"ESP: backend must be one of"),
-        ({"slicer": "random"}, r"ESP: slicer must be one of 'axis', 'frozen', 'learnable'"),
-        ({"slices": 3}, r"ESP: slices=3 counts the directions"),
+        ({"slicer": "random"}, r"ESP: slicer must be one of 'auto', 'axis', 'frozen', 'learnable'"),
         ({"slicer": FrozenSlicer(3, 6), "slices": 3}, r"ESP: slices=3 counts the directions"),
         ({"slice_dropout": 1.0}, r"ESP: slice_dropout must be in \[0, 1\)"),
-        ({"straight_through": 1.5}, r"ESP: straight_through must be a share in \[0, 1\], got 1\.5"),
+        ({"straight_through": 1.5}, r"ESP: straight_through must be True.*\[0, 1\], got 1\.5"),
     ],
 )
 def test_mistakes_are_named(options, message):

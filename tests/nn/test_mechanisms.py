@@ -18,7 +18,7 @@ MECHANISMS = {
     "sinkhorn4": lambda: Sinkhorn(4, epsilon=0.3),
     "esp": lambda: ESP(),
     "esp-squared-balanced": lambda: ESP(1e-2, metric="squared", balance="both"),
-    "esp-hard": lambda: ESP(hard=True, ties="average"),
+    "esp-hard": lambda: ESP(hard=True, ties="average", inverse_temperature=0.1),
     "esp-straight-through": lambda: ESP(straight_through=0.3),
     "esp-learnt": lambda: ESP(learn_temperature=True, slicer="learnable", slices=3),
     "esp-frozen": lambda: ESP(slicer="frozen", slices=5, inverse_temperature=0.0),
@@ -208,7 +208,7 @@ def test_a_description_is_not_shared():
         assert a.data_ptr() != b.data_ptr()
     first.base.sort_temperature = 1e-5
     first.base.hard = True
-    assert spec.base.sort_temperature == 0.1
+    assert spec.base.sort_temperature == 0.3
     assert not second.base.hard
     assert spec.heads is None
     assert not list(spec.parameters())

@@ -78,6 +78,14 @@ def test_learnable_directions_in_sixteen_bits():
     torch.testing.assert_close(got.float(), expected, atol=4e-3, rtol=2**-7)
 
 
+@pytest.mark.parametrize("slices", [3, 8, 20])
+def test_frozen_directions_are_orthogonal_in_blocks(slices):
+    directions = FrozenSlicer(slices, 8, heads=2, seed=3)().double()
+    for block in directions.split(8, dim=-2):
+        eye = torch.eye(block.shape[-2], dtype=torch.float64).expand(2, -1, -1)
+        torch.testing.assert_close(block @ block.mT, eye, atol=1e-6, rtol=0)
+
+
 def test_made_by_name():
     assert isinstance(make_slicer("axis", 8), AxisSlicer)
     assert make_slicer("frozen", 8)().shape == (8, 8)
@@ -90,8 +98,8 @@ def test_mistakes_are_named():
         ValueError, match=r"expected \"axis\", \"frozen\" or \"learnable\", got 'x'"
     ):
         make_slicer("x", 8)
-    with pytest.raises(ValueError, match=r"the 8 coordinates of a head, got slices=3"):
-        make_slicer("axis", 8, slices=3)
+    with pytest.raises(ValueError, match=r"a head of width 8 has as many axes, got slices=9"):
+        make_slicer("axis", 8, slices=9)
     with pytest.raises(ValueError, match=r"FrozenSlicer: slices must be at least 1, got 0"):
         FrozenSlicer(0, 8)
     with pytest.raises(ValueError, match=r"LearnableSlicer: heads must be at least 1, got 0"):

@@ -22,7 +22,7 @@ class ClassToken(Mechanism):
         >>> import torch
         >>> from espformer.nn import ESP
         >>> x = torch.randn(2, 4, 5, 8)
-        >>> rows = ClassToken(ESP(hard=True)).matrix(x, x).sum(-1)
+        >>> rows = ClassToken(ESP(hard=True)).bind(4, 8).matrix(x, x).sum(-1)
         >>> rows.allclose(torch.ones(2, 4, 5))
         True
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from espformer import functional
 from espformer.functional.arguments import check_options, one_of
 from espformer.nn.mechanisms import Mechanism
-from espformer.nn.slicers import AxisSlicer, Slicer, make_slicer
+from espformer.nn.slicers import AxisSlicer, FrozenSlicer, Slicer, make_slicer
 from espformer.ops.esp.options import (
     OPTIONS,
     SAVED_OPTIONS,
@@ -24,6 +24,8 @@ from espformer.ops.esp.options import (
 from espformer.ops.esp.problem import LEAST_TEMPERATURE
 
 __all__ = ["ESP", "former_settings"]
+
+FEW_SLICES = 8
 
 
 class ESP(Mechanism):
@@ -41,8 +43,11 @@ class ESP(Mechanism):
     and leaves them as they are.
 
     Args:
-        slicer: "axis", "frozen" or "learnable" (each head its own directions), or a slicer.
-        slices: number of slices; head_dim unless given.
+        temperature: `sort_temperature`, for short.
+        slicer: "axis", "frozen" or "learnable" (each head its own directions), or a slicer. "auto",
+            the default, takes frozen directions, or the axes where a head has no more of them: few
+            slices learn better than many in a deep model, and cost is proportional to their number.
+        slices: number of slices; unless given, at most 8 for "auto" and head_dim for the others.
         learn_temperature: train one temperature per head, as its logarithm in the parameter
             ``log_sort_temperature``, from `sort_temperature` on. It needs a higher learning rate
             than the rest, and no weight decay, which would pull t towards one:
@@ -55,7 +60,8 @@ class ESP(Mechanism):
     Example:
         >>> import torch
         >>> x = torch.randn(2, 4, 5, 8)
-        >>> ESP(hard=True).matrix(x, x).sum(-2).allclose(torch.ones(2, 4, 5))
+        >>> mechanism = ESP(hard=True).bind(heads=4, head_dim=8)
+        >>> mechanism.matrix(x, x).sum(-2).allclose(torch.ones(2, 4, 5))
         True
 
     References:
@@ -69,8 +75,10 @@ class ESP(Mechanism):
     @takes_options
     def __init__(
         self,
+        temperature: float | None = None,
+        /,
         *,
-        slicer: str | Slicer = "axis",
+        slicer: str | Slicer = "auto",
         slices: int | None = None,
         learn_temperature: bool = False,
         learn_slice_weights: bool = False,
@@ -79,6 +87,8 @@ class ESP(Mechanism):
     ) -> None:
         super().__init__()
         one_of("ESP", "backend", backend, functional.BACKENDS)
+        if temperature is not None:  # ESP(0.3) is ESP(sort_temperature=0.3)
+            options["sort_temperature"] = temperature
         self.options = check_options("ESP", options)
         self.learn_temperature = learn_temperature
         self.learn_slice_weights = learn_slice_weights
@@ -88,13 +98,14 @@ class ESP(Mechanism):
         # The axes need no size; the other kinds are made when it is known.
         self.slicer: Slicer | None = slicer if isinstance(slicer, Slicer) else None
         if isinstance(slicer, str):
-            one_of("ESP", "slicer", slicer, ("axis", "frozen", "learnable"))
+            one_of("ESP", "slicer", slicer, ("auto", "axis", "frozen", "learnable"))
             if slicer == "axis" and slices is None:
                 self.slicer = AxisSlicer()
         elif slices is not None:
             raise ValueError(
                 f"ESP: slices={slices} counts the directions that ESP makes itself, for "
-                'slicer="axis", "frozen" or "learnable"; a slicer that is given has its own number'
+                'slicer="auto", "axis", "frozen" or "learnable"; a slicer that is given has its '
+                "own number"
             )
         self.register_parameter("log_sort_temperature", None)
         self.register_parameter("slice_logits", None)
@@ -142,13 +153,14 @@ class ESP(Mechanism):
 
     def build(self, heads: int, head_dim: int, value_dim: int, depth: int) -> None:
         if self.slicer_kind != "given":
+            kind, slices = self.slicer_kind, self.slices
+            if kind == "auto":
+                slices = min(FEW_SLICES, head_dim) if slices is None else slices
+                kind = "axis" if slices == head_dim else "frozen"
             # Frozen directions come from the global generator, as weights do: layers differ, and
             # torch.manual_seed decides.
-            frozen = self.slicer_kind == "frozen"
-            seed = int(torch.randint(2**31 - 1, (), device="cpu")) if frozen else 0
-            self.slicer = make_slicer(
-                self.slicer_kind, head_dim, slices=self.slices, heads=heads, seed=seed
-            )
+            seed = int(torch.randint(2**31 - 1, (), device="cpu")) if kind == "frozen" else 0
+            self.slicer = make_slicer(kind, head_dim, slices=slices, heads=heads, seed=seed)
         assert self.slicer is not None
         directions = self.slicer()
         if directions is not None and (
@@ -209,15 +221,16 @@ class ESP(Mechanism):
 
     def arguments(self, query: Tensor, training: bool) -> dict[str, Any]:
         """What :func:`espformer.esp_attention` is called with, for queries of this shape."""
-        unbuilt = self.learn_temperature or self.learn_slice_weights or self.slicer is None
-        if self.heads is not None or unbuilt:
+        # Axes need no parameters, so a mechanism that sorts along them need not be bound.
+        axes = self.slicer_kind == "auto" and self.slices is None and query.shape[-1] <= FEW_SLICES
+        learns = self.learn_temperature or self.learn_slice_weights
+        if self.heads is not None or learns or (self.slicer is None and not axes):
             self.require_bound(query)
-        assert self.slicer is not None
         options = {name: getattr(self.options, name) for name in OPTIONS}
         return options | {
             "sort_temperature": self.sort_temperature,
             "slice_dropout": self.options.slice_dropout if training else 0.0,
-            "slices": self.slicer(),
+            "slices": None if self.slicer is None else self.slicer(),
             "slice_logits": self.slice_logits,
             "backend": self.backend,
         }
@@ -237,7 +250,11 @@ class ESP(Mechanism):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        state_dict.setdefault(prefix + "_extra_state", self.get_extra_state())
+        if prefix + "_extra_state" not in state_dict:  # of another mechanism: ours stays as it is
+            state_dict[prefix + "_extra_state"] = self.get_extra_state()
+            if isinstance(self.slicer, FrozenSlicer):
+                name = prefix + "slicer.directions"
+                state_dict.setdefault(name, self.slicer.directions.detach())
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -273,10 +290,10 @@ def former_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
     Example:
         >>> former_settings({"inverse_temperature": 0.0})
-        {'sort_temperature': 0.1, 'inverse_temperature': 0.0, 'temperature_unit': 'absolute'}
+        {'slicer': 'axis', 'sort_temperature': 0.1, 'inverse_temperature': 0.0,
+         'temperature_unit': 'absolute'}
     """
     if "temperature_unit" in settings:
         return settings
-    return {"sort_temperature": 0.1, "inverse_temperature": 0.1, "temperature_unit": "absolute"} | (
-        settings
-    )
+    former = {"slicer": "axis", "sort_temperature": 0.1, "inverse_temperature": 0.1}
+    return former | {"temperature_unit": "absolute"} | settings

@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar, get_type_hints
 
 from torch import Tensor
 
@@ -231,13 +231,14 @@ def takes_options(function: T) -> T:
 
     The function takes them as ``**options: Unpack[Options]``.
     """
-    signature = inspect.signature(function)
+    signature, types = inspect.signature(function), get_type_hints(ESPOptions)
     parameters = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
     parameters += [
         inspect.Parameter(
-            o.name, inspect.Parameter.KEYWORD_ONLY, default=o.default, annotation=o.type
+            name, inspect.Parameter.KEYWORD_ONLY, default=o.default, annotation=types[name]
         )
-        for o in OPTIONS.values()
+        for name, o in OPTIONS.items()
+        if name not in signature.parameters
     ]
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     document(function)
