@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import espformer
 from espformer.lab import cli
+from espformer.lab.errors import RunError
 from espformer.lab.exporting import Exportable, export_model, open_model
-from espformer.lab.training.errors import RunError
 from espformer.nn import ESP, Softmax
 from tests.integrations.families import make
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from espformer.integrations.onnx import export_onnx, export_program, onnx_difference
 from espformer.lab.data import Task
+from espformer.lab.errors import RunError
 from espformer.lab.training.checkpoints import read_checkpoint
-from espformer.lab.training.errors import RunError
 from espformer.lab.training.learner import MARK
 from espformer.nn import ESP, harden, soften
 
@@ -83,7 +83,7 @@ def open_model(path: Path, which: str = "last") -> Exportable:
     file = path / f"{which}.ckpt" if path.is_dir() else path
     checkpoint = read_checkpoint(file)
     if checkpoint[MARK]["run"].get("task") == "finetuning":
-        from espformer.lab.finetuning import load_classifier
+        from espformer.lab.training.pretrained import load_classifier
 
         model = load_classifier(file)
         config: Any = model.encoder.config
@@ -98,7 +98,7 @@ def open_model(path: Path, which: str = "last") -> Exportable:
 
 def _run(file: Path, checkpoint: dict[str, Any]) -> Exportable:
     from espformer.lab.training.assemble import load_task, load_weights, make_model
-    from espformer.lab.training.life import open_checkpoint
+    from espformer.lab.training.posttrain import open_checkpoint
 
     run, _ = open_checkpoint(file)
     if run.task == "translation":

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from espformer.lab.recipes.schema import Annealing, StraightThrough
 from espformer.lab.training.callbacks import (
     AnnealTemperature,
     StraightThroughShare,
     attention_statistics,
 )
-from espformer.lab.training.config import Annealing, StraightThrough
 from espformer.lab.training.learner import Learner
 from espformer.nn import ESP, Attention, Sinkhorn, get_sort_temperatures
 

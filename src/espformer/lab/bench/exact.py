@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from espformer import functional
+from espformer.lab.bench.attentions import ESP, SINKHORN, Attention, differential, esp
 from espformer.lab.bench.cases import Case
-from espformer.lab.bench.operators import ESP, SINKHORN, Attention, differential, esp
 
 __all__ = ["Oracle", "checked_heads", "results"]
 

@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from espformer.lab.errors import RunError
 from espformer.lab.report.inspection import Example, Frame, Trained, sum_errors
 from espformer.lab.report.summary import name_of, short
-from espformer.lab.training.errors import RunError
 
 __all__ = ["SWEEP", "attention_content", "describe_temperature", "softness_content"]
 

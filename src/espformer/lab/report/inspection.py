@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,16 +13,16 @@ import torch
 from torch import Tensor
 
 from espformer.functional import esp_plan
+from espformer.lab.clock import seconds_per_call
 from espformer.lab.data import Task
+from espformer.lab.errors import RunError
+from espformer.lab.recipes.build import has_sort_temperature
+from espformer.lab.recipes.schema import TrainingRun
 from espformer.lab.training.assemble import load_task, load_weights, make_learner
 from espformer.lab.training.checkpoints import read_checkpoint
-from espformer.lab.training.config import TrainingRun
-from espformer.lab.training.errors import RunError
-from espformer.lab.training.figures import read_curves
 from espformer.lab.training.learner import Learner
-from espformer.lab.training.life import open_checkpoint
-from espformer.lab.training.records import read_results
-from espformer.lab.training.specs import mechanism_uses_esp
+from espformer.lab.training.posttrain import open_checkpoint
+from espformer.lab.training.run_directory import read_curves, read_results
 from espformer.nn import ESP, get_sort_temperatures, harden, set_sort_temperature, soften
 
 __all__ = ["Example", "Frame", "Trained", "open_run", "slice_weights", "sum_errors"]
@@ -80,7 +79,7 @@ class Trained:
     @property
     def sorts(self) -> bool:
         """Whether there is a sort temperature in it."""
-        return mechanism_uses_esp(self.run.mechanism)
+        return has_sort_temperature(self.run.mechanism)
 
     @property
     def temperatures(self) -> list[float]:
@@ -132,9 +131,7 @@ class Trained:
     def affordable(self, times: int) -> int:
         """Examples on which the accuracy can be found so many times without losing patience."""
         self.accuracy(8)
-        began = time.perf_counter()
-        self.accuracy(8)
-        each = (time.perf_counter() - began) / 8
+        each = seconds_per_call(lambda: self.accuracy(8)) / 8
         count = int(PATIENCE_SECONDS / (times * max(each, 1e-9)))
         return max(32, min(count, SCORED, len(self.task.test)))  # type: ignore[arg-type]
 

@@ -9,12 +9,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from espformer.lab.errors import RunError
+from espformer.lab.files import refuse_directory, write_atomically
 from espformer.lab.report import sections, svg
 from espformer.lab.report.content import attention_content, softness_content
 from espformer.lab.report.inspection import Trained
 from espformer.lab.report.summary import Summary, summarise
-from espformer.lab.training.checkpoints import refuse_directory, write_atomically
-from espformer.lab.training.errors import RunError
 
 __all__ = ["make_page", "write_page"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from espformer.lab.data import Batch, TensorSet
-from espformer.lab.training.errors import RunError
+from espformer.lab.errors import RunError
 
 __all__ = ["Loader", "ResumableLoader", "SeededBatches", "TensorLoader", "make_loader", "mix_seed"]
 

@@ -1,19 +1,21 @@
-"""What all training has: random numbers of a step, the optimiser, and what a checkpoint says."""
+"""The Lightning modules: what every task shares, and classification."""
 
-import time
+from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from espformer.lab.recipes.schema import TrainingRun
+from espformer.lab.recipes.yaml_schema import plain
 from espformer.lab.training.batches import mix_seed
-from espformer.lab.training.config import TrainingRun
-from espformer.lab.training.optimisers import make_optimizer, make_schedule
-from espformer.lab.training.strict import plain
-from espformer.lab.training.tally import Tally
+from espformer.lab.training.events import ReportProgress
+from espformer.lab.training.metrics import EpochMeans
+from espformer.lab.training.optimizers import make_optimizer, make_schedule
 
-__all__ = ["LOG_EVERY", "MARK", "Learner", "at_least_float32"]
+__all__ = ["LOG_EVERY", "MARK", "Classifier", "Learner", "at_least_float32"]
 
 LOG_EVERY = 50
 """Steps from one logged loss to the next."""
@@ -45,6 +47,9 @@ class Learner(LightningModule):
     score = "accuracy"
     """What is logged as `valid/…` and `test/…` and decides which epoch is best, in percent."""
 
+    keeps_best = True
+    """Whether the epoch of the best validation is kept and scored, beside the last one."""
+
     def __init__(
         self,
         run: TrainingRun,
@@ -57,14 +62,22 @@ class Learner(LightningModule):
         self.model = model
         self.augment = augment
         self.normalise = normalise
-        self.tallies = {stage: Tally() for stage in ("train", "valid", "test")}
+        self.means_of = {stage: EpochMeans() for stage in ("train", "valid", "test")}
         self.position = (0, 0)
         """(epoch, batch) at which training goes on; set by who saves a checkpoint."""
-        self.lines = False
-        """Print a line after each epoch, for a log without a progress bar."""
         self._sharded = False
         self._summed: list[float] | None = None
-        self._epoch_began = time.monotonic()
+
+    def begin(self, output: Path) -> None:
+        """Fill in weights that other work under `output` has left; for tasks that need some."""
+
+    def callbacks(self) -> list[Callback]:
+        """Return what this task adds to the callbacks of a training."""
+        return []
+
+    def about(self, recalls: dict[str, float]) -> dict[str, Any]:
+        """Return what this task adds to the results; `recalls` are macro recalls by score."""
+        return {}
 
     @torch.no_grad()
     def prepare(self, inputs: Tensor, *, training: bool) -> Tensor:
@@ -79,7 +92,7 @@ class Learner(LightningModule):
 
     def configure_model(self) -> None:
         if self.run.trainer.strategy == "fsdp" and not self._sharded:
-            from espformer.lab.training.sharding import shard
+            from espformer.lab.training.fsdp import shard
 
             mesh: Any = self.device_mesh
             shard(self.model, mesh["data_parallel"])
@@ -94,14 +107,13 @@ class Learner(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def on_train_start(self) -> None:
-        self.tallies["train"].prepare(self.device)
+        self.means_of["train"].prepare(self.device)
         if self._summed is not None:
-            self.tallies["train"].load(self._summed, self.device)
+            self.means_of["train"].load(self._summed, self.device)
             self._summed = None
 
     def on_train_epoch_start(self) -> None:
-        self.tallies["train"].reset()
-        self._epoch_began = time.monotonic()
+        self.means_of["train"].reset()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         step = self.trainer.fit_loop.total_batch_idx
@@ -115,25 +127,18 @@ class Learner(LightningModule):
 
     def on_train_epoch_end(self) -> None:
         self._log_means("train")
-        if self.lines and self.trainer.is_global_zero:
-            metrics = self.trainer.callback_metrics
-            named = [
-                f"{name} {float(metrics[name]):.4f}"
-                for name in ("train/loss", f"valid/{self.score}")
-                if name in metrics
-            ]
-            seconds = time.monotonic() - self._epoch_began
-            epoch = f"epoch {self.current_epoch + 1}/{self.trainer.max_epochs}"
-            print(", ".join([epoch, *named, f"{seconds:.1f} s"]), flush=True)
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ReportProgress):
+                callback.report_epoch(self.trainer)
 
     def on_validation_epoch_start(self) -> None:
-        self.tallies["valid"].reset()
+        self.means_of["valid"].reset()
 
     def on_validation_epoch_end(self) -> None:
         self._log_means("valid")
 
     def on_test_epoch_start(self) -> None:
-        self.tallies["test"].reset()
+        self.means_of["test"].reset()
 
     def on_test_epoch_end(self) -> None:
         self._log_means("test")
@@ -141,7 +146,7 @@ class Learner(LightningModule):
     def _log_means(self, stage: str) -> None:
         world, strategy = self.trainer.world_size, self.trainer.strategy
         reduce = None if world == 1 else lambda sums: strategy.reduce(sums, reduce_op="sum")
-        for name, value in self.tallies[stage].means(reduce).items():
+        for name, value in self.means_of[stage].means(reduce).items():
             if name in ("loss", self.score):
                 self.log(f"{stage}/{name}", value, prog_bar=stage != "test")
 
@@ -165,8 +170,42 @@ class Learner(LightningModule):
         checkpoint[MARK] = {
             "run": plain(self.run),
             "position": {"epoch": epoch, "batch": batch},
-            "summed": self.tallies["train"].state() if batch else None,
+            "summed": self.means_of["train"].state() if batch else None,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._summed = checkpoint[MARK].get("summed")
+
+
+class Classifier(Learner):
+    """Batches are mappings with ``inputs``, ``labels`` and, where there is padding, ``mask``.
+
+    The model is called as ``model(inputs, mask=None)`` and gives logits, ``(batch, classes)``.
+    """
+
+    score = "accuracy"
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        inputs = self.prepare(batch["inputs"], training=self.training)
+        logits: Tensor = self.model(inputs, mask=batch.get("mask"))
+        return logits
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss, _ = self.measure("train", batch)
+        self.log_loss(loss)
+        return self.weighted(loss, len(batch["labels"]))
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.measure("valid", batch)
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.measure("test", batch)
+
+    def measure(self, stage: str, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Mean loss of a batch and its logits; loss and accuracy are counted for the stage."""
+        logits, labels = self(batch), batch["labels"]
+        smoothing = self.run.label_smoothing if stage == "train" else 0.0
+        loss = F.cross_entropy(at_least_float32(logits), labels, label_smoothing=smoothing)
+        correct = (logits.detach().argmax(-1) == labels).sum()
+        self.means_of[stage].add(loss, len(labels), correct)
+        return loss, logits
