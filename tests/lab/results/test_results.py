@@ -16,7 +16,7 @@ from espformer.lab.errors import ConfigError, RunError, UserError
 from espformer.lab.machine import revision
 from espformer.lab.recipes.recipe import load_recipe, recipe_names
 from espformer.lab.recipes.yaml_schema import plain
-from espformer.lab.results.claims import CLAIMS, Claim, compare, student_two_sided, verdict
+from espformer.lab.results.claims import CLAIMS, Claim, compare, verdict
 from espformer.lab.results.collect import beside_saved
 from espformer.lab.results.result_files import (
     Results,
@@ -122,7 +122,8 @@ def test_the_section_says_what_happened():
         one["config"]["trainer"] = {**one["config"]["trainer"], "epochs": 15}
     text = markdown(recipe, made, level=2)
     assert text.startswith("## MNIST, impact of patch size\n")
-    assert "- Made by `a command`.\n- On a card; precision 32-true; torch 2;" in text
+    assert "- Made by one command.[^mnist-patch-size-1]\n- On a card; precision 32-true;" in text
+    assert text.endswith("\n[^mnist-patch-size-1]: `a command`\n")
     assert "`trainer.epochs` is 15, the recipe has 45" in text
     assert "settings not run: patch=1, patch=2, patch=14, patch=28" in text
     assert "data: a part of it" in text
@@ -153,10 +154,12 @@ def test_parts_of_an_experiment_keep_their_conditions():
     text = markdown(load_recipe("mnist-patch-size"), made)
     machine = "a card; precision 32-true; torch 2; espformer 0.1"
     assert (
-        f"- 3 runs, patch=4, patch=7, seeds 0, 1: made by `a command` on {machine} at abc.\n"
-        f"- 1 run, patch=7, seed 1: made by `later` on {machine} at def.\n"
+        f"- 3 runs, patch=4, patch=7, seeds 0, 1: made on {machine} at abc.[^mnist-patch-size-1]\n"
+        f"- 1 run, patch=7, seed 1: made on {machine} at def.[^mnist-patch-size-2]\n"
         "- 4 runs, seeds 0, 1; 4.0 min of training"
     ) in text
+    assert "[^mnist-patch-size-1]: `a command`\n[^mnist-patch-size-2]: `later`\n" in text
+    assert text.count("`a command`") == 1, "every command is stated once"
 
 
 def planned(tmp_path, **options):
@@ -243,12 +246,29 @@ def test_learnt_temperatures_are_told():
     assert "0.01 to 0.03 |" in markdown(load_recipe("mnist-patch-size"), made)
 
 
-def test_student_against_scipy():
-    stats = pytest.importorskip("scipy.stats")
-    for freedom in range(1, 25):
-        for t in (0.0, -0.3, 1.0, 2.5, 7.0):
-            expected = 2 * stats.t.sf(abs(t), freedom)
-            assert math.isclose(student_two_sided(t, freedom), expected, abs_tol=1e-12)
+def test_paired_comparison_against_a_printed_table():
+    """The quantile of Student's distribution with 2 degrees of freedom is 4.3027 at 97.5 %."""
+    made = [
+        {"mechanism": label, "setting": "s", "seed": seed, "scores": {"test": value}}
+        for seed, difference in enumerate((1.0, 2.0, 3.0))
+        for label, value in (("a", 50.0 + difference), ("b", 50.0))
+    ]
+    found = compare(Claim("a beats b", ("a", "test"), ("b", "test")), made)
+    half = 4.3027 / math.sqrt(3)
+    assert (found.low, found.high) == pytest.approx((2 - half, 2 + half), abs=1e-4)
+    # t = 2 √3, whose tail has a closed form: 1 - t / √(2 + t²).
+    assert found.p == pytest.approx(1 - math.sqrt(12 / 14))
+
+
+@pytest.mark.parametrize(("margin", "p"), [(None, 0.0), (0.5, 1.0)])
+def test_differences_that_are_all_the_same(margin, p):
+    made = [
+        {"mechanism": label, "setting": "s", "seed": seed, "scores": {"test": value}}
+        for seed in range(3)
+        for label, value in (("a", 49.5), ("b", 50.0))
+    ]
+    found = compare(Claim("a beats b", ("a", "test"), ("b", "test"), margin=margin), made)
+    assert (found.low, found.high, found.p) == (-0.5, -0.5, p)
 
 
 def test_paired_comparison_against_scipy():

@@ -5,11 +5,13 @@ Every claim has a bar that the difference of its rows must pass: 0 for "is bette
 where it lies below. The p is two-sided, of a difference at the bar: p < 0.05 says the same.
 """
 
-import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+from espformer.lab.recipes.yaml_schema import read_yaml
 
 __all__ = [
     "CLAIMS",
@@ -18,7 +20,6 @@ __all__ = [
     "Comparison",
     "Verdict",
     "compare",
-    "student_two_sided",
     "verdict",
 ]
 
@@ -66,169 +67,28 @@ class Verdict(NamedTuple):
     words: str
 
 
-def _beats(others: dict[str, str], by: str = "the paper") -> tuple[Claim, ...]:
-    return tuple(
-        Claim(
-            f"ESP attention is more accurate than {name}",
-            ("espformer", "test"), (other, "test"), by,
-        )
-        for other, name in others.items()
-    )  # fmt: skip
+def _read() -> dict[str, tuple[Claim, ...]]:
+    raw, _ = read_yaml(Path(__file__).with_suffix(".yaml"))
+    return {name: tuple(_claims(entries)) for name, entries in raw.items()}
 
 
-_BASELINES = {
-    "transformer": "softmax attention",
-    "difftransformer": "differential attention",
-    "sinkformer": "Sinkhorn attention",
-}
-_VARIANTS = (
-    Claim(
-        "a softer sort than the paper's learns better",
-        ("espformer-soft", "test"),
-        ("espformer", "test"),
-    ),
-    Claim(
-        "learning t, from the paper's on, does better than keeping it",
-        ("espformer-learnt", "test"),
-        ("espformer", "test"),
-    ),
-    Claim(
-        "balance, doubly stochastic while soft, does no harm",
-        ("espformer-balanced", "test"),
-        ("espformer", "test"),
-        margin=HARMLESS,
-    ),
-    Claim(
-        "the absolute metric loses nothing against a squared one as wide",
-        ("espformer-absolute", "test"),
-        ("espformer-soft", "test"),
-        margin=HARMLESS,
-    ),
-)
-_AFTERWARDS = (
-    Claim(
-        "ESP attention that learns t is more accurate than Sinkhorn attention",
-        ("espformer-learnt", "test"),
-        ("sinkformer", "test"),
-        post_hoc=True,
-    ),
-    Claim(
-        "the difference of two ESP attentions is more accurate than Sinkhorn attention",
-        ("diff-espformer", "test"),
-        ("sinkformer", "test"),
-        post_hoc=True,
-    ),
-)
-
-
-def _hardening() -> tuple[Claim, ...]:
-    ways = {
-        "anneal": "annealing, the paper's way,",
-        "straight-through": "training straight through a hard sort",
-        "mix": "moving from the soft to the hard sort",
-    }
-    losses = tuple(
-        Claim(
-            f"hardening loses accuracy after {name.rstrip(',')}", (label, "test"), (label, "hard")
-        )
-        for label, name in (("only-harden", "soft training"), ("anneal", "annealing"))
-    )
-    better = tuple(
-        Claim(
-            f"{name} is better when hard than hardening alone",
-            (label, "hard"),
-            ("only-harden", "hard"),
-        )
-        for label, name in ways.items()
-    )
-    improves = Claim(
-        "annealing improves accuracy, as the paper finds on Cats and Dogs",
-        ("anneal", "test"),
-        ("anneal", "start"),
-        post_hoc=True,
-    )
-    return (*losses, *better, improves)
-
-
-CLAIMS: dict[str, tuple[Claim, ...]] = {
-    **{
-        name: _beats(_BASELINES)
-        for name in ("cats-dogs", "imdb", "modelnet40-set", "modelnet40-pct")
-    },
-    "mnist-patch-size": _beats(_BASELINES) + _VARIANTS + _AFTERWARDS,
-    "tweeteval": _beats(_BASELINES) + _VARIANTS,
-    "cats-dogs-anneal": (
-        Claim(
-            "annealing improves accuracy",
-            ("espformer", "test"), ("espformer", "start"), "the paper",
-        ),
-        Claim(
-            "hard sorting improves it further",
-            ("espformer", "hard"), ("espformer", "test"), "the paper",
-        ),
-    ),
-    "iwslt14-plug-and-play": tuple(
-        Claim(
-            f"{label} is better than {other} after fine-tuning",
-            (label, "test"), (other, "test"), "the paper",
-        )
-        for label, other in (("espformer", "transformer"), ("diff-espformer", "difftransformer"))
-    ),
-    "digits": (
-        *_beats({"transformer": "softmax attention"}, "ours"),
-        Claim(
-            "a softer sort than the paper's learns better",
-            ("espformer", "test"),
-            ("espformer-paper", "test"),
-        ),
-        Claim(
-            "learning t, from the paper's on, does better than keeping it",
-            ("espformer-learnt", "test"),
-            ("espformer-paper", "test"),
-        ),
-        Claim(
-            "balance, doubly stochastic while soft, does no harm",
-            ("espformer-balanced", "test"),
-            ("espformer", "test"),
-            margin=HARMLESS,
-        ),
-    ),
-    "mnist-hypotheses": (
-        *(
-            Claim(
-                f"a softer sort than the paper's learns better: t = {t}",
-                (f"squared-{t}", "test"),
-                ("squared-0.001", "test"),
+def _claims(entries: list[Any]) -> Iterator[Claim]:
+    for entry in entries:
+        if isinstance(entry, list):  # claims that several recipes share
+            yield from _claims(entry)
+        else:
+            row, other = (
+                (label, score or "test") for label, _, score in map(_split, entry["rows"])
             )
-            for t in ("0.01", "0.1", "1")
-        ),
-        Claim(
-            "the absolute metric loses nothing against the squared one",
-            ("absolute-0.3", "test"),
-            ("squared-0.1", "test"),
-            margin=HARMLESS,
-        ),
-        *(
-            Claim(
-                f"balance does no harm at t = {t}",
-                (f"balanced-{t}", "test"),
-                (f"squared-{t}", "test"),
-                margin=HARMLESS,
-            )
-            for t in ("0.001", "0.1")
-        ),
-        *(
-            Claim(
-                f"a learnable t finds the right softness from t = {t}",
-                (f"learnt-from-{t}", "test"),
-                ("squared-0.1", "test"),
-                margin=HARMLESS,
-            )
-            for t in ("0.001", "0.1", "10")
-        ),
-    ),
-    "mnist-hardening": _hardening(),
-}  # fmt: skip
+            rest = {key: value for key, value in entry.items() if key != "rows"}
+            yield Claim(row=row, other=other, **rest)
+
+
+def _split(row: str) -> tuple[str, str, str]:
+    return row.partition(" ")
+
+
+CLAIMS: dict[str, tuple[Claim, ...]] = _read()
 
 
 def compare(claim: Claim, results: Sequence[dict[str, Any]]) -> Comparison | None:
@@ -253,14 +113,14 @@ def compare(claim: Claim, results: Sequence[dict[str, Any]]) -> Comparison | Non
     mean = statistics.fmean(differences.values())
     if len(pairs) < 2:
         return Comparison(len(pairs), by_setting, mean)
-    error = statistics.stdev(differences.values()) / math.sqrt(len(pairs))
-    half = error * _student_quantile(0.95, len(pairs) - 1)
-    above = mean + (claim.margin or 0.0)
-    if error == 0:
-        p = 1.0 if above == 0 else 0.0
-    else:
-        p = student_two_sided(above / error, len(pairs) - 1)
-    return Comparison(len(pairs), by_setting, mean, mean - half, mean + half, p)
+    bar = -(claim.margin or 0.0)
+    if len(set(differences.values())) == 1:  # no deviation, and no t
+        return Comparison(len(pairs), by_setting, mean, mean, mean, float(mean == bar))
+    from scipy import stats  # takes a second to import
+
+    tested = stats.ttest_1samp(list(differences.values()), popmean=bar)
+    low, high = map(float, tested.confidence_interval(0.95))
+    return Comparison(len(pairs), by_setting, mean, low, high, float(tested.pvalue))
 
 
 def verdict(claim: Claim, found: Comparison) -> Verdict:
@@ -285,38 +145,3 @@ def verdict(claim: Claim, found: Comparison) -> Verdict:
         return Verdict("failed", f"did not hold, a loss of more than {claim.margin:g} points")
     loss = f"; a loss is seen, perhaps {within}" if found.high < 0 else ""
     return Verdict("open", f"not decided{loss}")
-
-
-def student_two_sided(t: float, freedom: int) -> float:
-    """P(|T| >= |t|) of Student's distribution with a whole number of degrees of freedom.
-
-    With θ = atan(|t| / √ν), P(|T| < |t|) is a finite sum of powers of cos θ (Abramowitz and Stegun
-    26.7.3 and 26.7.4).
-
-    Example:
-        >>> round(student_two_sided(4.303, 2), 4)
-        0.05
-    """
-    angle = math.atan(abs(t) / math.sqrt(freedom))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    first = 1 if freedom % 2 == 0 else 2
-    term, total = (1.0, 0.0) if freedom % 2 == 0 else (cosine, 0.0)
-    for k in range(first, freedom, 2):
-        total += term
-        term *= cosine**2 * k / (k + 1)
-    inside = sine * total if freedom % 2 == 0 else 2 / math.pi * (angle + sine * total)
-    return min(1.0, max(0.0, 1 - inside))
-
-
-def _student_quantile(inside: float, freedom: int) -> float:
-    """The t with P(|T| < t) = `inside`, by bisection."""
-    low, high = 0.0, 1.0
-    while 1 - student_two_sided(high, freedom) < inside:
-        high *= 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        if 1 - student_two_sided(middle, freedom) < inside:
-            low = middle
-        else:
-            high = middle
-    return high

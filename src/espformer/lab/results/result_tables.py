@@ -74,9 +74,11 @@ def markdown(
         if picture is not None:
             lines += [f"![{recipe.title}: the scores of the table as a figure]({picture})", ""]
         lines += claim_sentences(recipe, results) + _behind(results)
-    lines += _conditions(results)
+    notes = _footnotes(recipe, results)
+    lines += _conditions(results, notes)
     lines += _differences(recipe, table, results)
-    return "\n".join([*lines, ""])
+    commands = [f"{note}: `{command}`" for command, note in notes.items()]
+    return "\n".join([*lines, "", *commands, *([""] if commands else [])])
 
 
 def _scores(table: Table, results: list[Result]) -> list[str]:
@@ -180,8 +182,14 @@ def _runtime(results: list[Result]) -> list[str]:
     return grid(lines)
 
 
-def _conditions(results: list[Result]) -> list[str]:
-    """What made the runs, where and when: once if it is the same for all, else for each part."""
+def _footnotes(recipe: Recipe, results: list[Result]) -> dict[str, str]:
+    """Give each command that made runs a footnote, so that it is stated once."""
+    commands = dict.fromkeys(result["command"] for result in results if result.get("command"))
+    return {command: f"[^{recipe.name}-{n}]" for n, command in enumerate(commands, 1)}
+
+
+def _conditions(results: list[Result], notes: dict[str, str]) -> list[str]:
+    """Say where runs were made and by which command: once, or for each part that differs."""
     parts: dict[tuple[str, str], list[Result]] = defaultdict(list)
     for result in results:
         parts[result.get("command") or "", _machine(result)].append(result)
@@ -194,13 +202,12 @@ def _conditions(results: list[Result]) -> list[str]:
         every += " and did not keep the time before it."
     if len(parts) == 1:
         ((command, machine),) = parts
-        made = [f"- Made by `{command}`."] if command else []
+        made = [f"- Made by one command.{notes[command]}"] if command else []
         return [*made, f"- On {machine}.", every]
     settings = len({result["setting"] for result in results}) > 1
     lines = []
     for (command, machine), part in parts.items():
-        by = f" by `{command}`" if command else ""
-        lines.append(f"- {_count(part, settings)}: made{by} on {machine}.")
+        lines.append(f"- {_count(part, settings)}: made on {machine}.{notes.get(command, '')}")
     return [*lines, every]
 
 
