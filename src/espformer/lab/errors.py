@@ -1,4 +1,4 @@
-"""What went wrong, in words for the person who can put it right."""
+"""Errors in words for the person who can put things right."""
 
 import difflib
 from collections.abc import Iterable

@@ -72,7 +72,7 @@ class Exportable:
 
 
 def open_model(path: Path, which: str = "last") -> Exportable:
-    """The model of a run's directory or checkpoint, or of a directory of transformers."""
+    """Return the model of a run's directory or checkpoint, or of a directory of transformers."""
     if (path / "config.json").is_file():
         return _transformers(path)
     if path.is_dir() and not (path / "config.yaml").is_file():
@@ -272,7 +272,7 @@ def _write(source: Exportable, path: Path, form: str, soft: bool) -> None:
 
 
 def _compare(source: Exportable, path: Path, form: str, tolerance: float) -> float:
-    """The largest difference of a file from the model; refused above the tolerance."""
+    """Return the largest difference of a file from the model; refused above the tolerance."""
     sizes = [EXAMPLE, *OTHERS] if source.has_length else [EXAMPLE, (1, 0), (3, 0)]
     worst = 0.0
     measure = onnx_difference if form == "onnx" else _program_difference

@@ -57,7 +57,7 @@ class Operator:
     captured: bool = True  # whether it is also timed as a CUDA graph
 
     def missing(self, case: Case, device: torch.device) -> str | None:
-        """What is not there to run it, in words."""
+        """Say what is missing to run it; None if nothing is."""
         if self.gpu_only and device.type != "cuda":
             return "needs a CUDA device"
         if self.package is not None and importlib.util.find_spec(self.package) is None:

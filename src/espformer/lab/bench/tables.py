@@ -34,7 +34,7 @@ VERDICT_COLUMNS = ("target", "measured", "as a CUDA graph", "required", "aim", "
 
 
 def cells(row: Measurement) -> list[str]:
-    """One row of the table; numbers that there are none of are empty."""
+    """Return one row of the table; numbers that there are none of are empty."""
     case = row.case
     slices = str(case.slice_count) if case.operator.startswith("esp") else ""
     return [
@@ -46,7 +46,7 @@ def cells(row: Measurement) -> list[str]:
 
 
 def verdicts(rows: Sequence[Measurement]) -> list[Verdict]:
-    """Every target whose rows were measured."""
+    """Return every target whose rows were measured."""
     found = {row.case: row for row in rows}
     return [
         judge(target, found) for target in TARGETS if all(case in found for case in target.cases)
@@ -54,7 +54,7 @@ def verdicts(rows: Sequence[Measurement]) -> list[Verdict]:
 
 
 def is_failure(rows: Sequence[Measurement]) -> bool:
-    """Whether a result is wrong, a row broke, or a target was missed."""
+    """Say whether a result is wrong, a row broke, or a target was missed."""
     broken = any(row.status.startswith(("FAILED", "error")) for row in rows)
     reached = ("met", NO_TARGET)
     return broken or any(not one.verdict.startswith(reached) for one in verdicts(rows))
@@ -106,7 +106,7 @@ def write(
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table in markdown."""
+    """Return the lines of a table in markdown."""
     table = [header, ["---"] * len(header), *rows]
     return [f"| {' | '.join(line)} |" for line in table]
 

@@ -1,4 +1,4 @@
-"""What the benchmark shows while it runs, and its tables."""
+"""The benchmark on a terminal: progress while it runs, and its tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["plot", "print_tables", "progress", "told"]
 
 @contextmanager
 def progress(suite: str, total: int) -> Iterator[Callable[[Measurement], None]]:
-    """A bar on the error stream, if rich is installed; yields what prints a finished row."""
+    """Yield a bar on the error stream, if rich is installed; yields what prints a finished row."""
     try:
         from rich import progress as bars
         from rich.console import Console

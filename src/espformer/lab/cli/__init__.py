@@ -36,7 +36,7 @@ app = typer.Typer(
 
 
 def _version(asked: bool) -> None:
-    """What a report of a mistake should begin with."""
+    """Print the versions that a report of a mistake should begin with."""
     if asked:
         import platform
 

@@ -1,4 +1,4 @@
-"""What the command line shows: results of a run, and what an experiment would do."""
+"""The results of a run, and the plan of an experiment, as the command line shows them."""
 
 from collections import defaultdict
 from typing import Any

@@ -12,7 +12,7 @@ __all__ = ["export"]
 
 
 class Form(StrEnum):
-    """What is written."""
+    """The kind of file that is written."""
 
     onnx = "onnx"
     torch = "torch"

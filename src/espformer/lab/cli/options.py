@@ -55,7 +55,7 @@ Save = Annotated[
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    """The numbers of an option such as `--seeds 0,1,2`.
+    """Return the numbers of an option such as `--seeds 0,1,2`.
 
     Example:
         >>> whole_numbers("--seeds", "0,1,2")

@@ -146,7 +146,7 @@ def _save(figure: Any, to: Path) -> list[Path]:
 
 
 def _run_or_experiment(target: str, output: Path) -> tuple[Any, Path]:
-    """The figure, and where it goes unless told."""
+    """Return the figure, and where it goes unless told."""
     from espformer.lab.errors import ConfigError, nearest
     from espformer.lab.recipes.recipe import load_recipe, recipe_names
     from espformer.lab.results.collect import collect

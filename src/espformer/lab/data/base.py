@@ -1,4 +1,4 @@
-"""What every data set becomes: a :class:`Task`, its splits, and how a batch is made of them.
+"""The form that every data set takes: a :class:`Task`, its splits, and its batches.
 
 A batch is a dict of tensors:
 
@@ -131,7 +131,7 @@ class TensorSet(Dataset[Batch]):
         return TensorSet(self.inputs.index_select(0, there), self.labels[there], lengths)
 
     def to(self, device: str | torch.device) -> TensorSet:
-        """The whole set on this device."""
+        """Return the whole set on this device."""
         return TensorSet(self.inputs.to(device), self.labels.to(device), self.lengths)
 
 
@@ -211,13 +211,13 @@ class Task:
     def prepare(
         self, inputs: Tensor, *, training: bool, generator: torch.Generator | None = None
     ) -> Tensor:
-        """What the network is given for the stored inputs of a batch, on their device."""
+        """Turn the stored inputs of a batch into those of the network, on their device."""
         if training and self.augment is not None:
             inputs = self.augment(inputs, generator)
         return inputs if self.normalise is None else self.normalise(inputs)
 
     def to(self, device: str | torch.device) -> Task:
-        """The same task with all splits on this device, for sets that fit there."""
+        """Return the same task with all splits on this device, for sets that fit there."""
         moved = {name: split.to(device) for name, split in self.splits.items()}  # type: ignore[attr-defined]
         for module in (self.augment, self.normalise):
             if module is not None:

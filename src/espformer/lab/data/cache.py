@@ -1,4 +1,4 @@
-"""What was computed from a data set once and is worth keeping: decoded images, token ids.
+"""A cache of what was computed from a data set: decoded images, token ids.
 
 Files lie in ``ESPFORMER_CACHE``, or ``~/.cache/espformer``; their names are hashes of all that the
 content depends on, so nothing in there is ever out of date and all of it may be deleted. A file is
@@ -35,7 +35,7 @@ class CacheWarning(UserWarning):
 
 
 def directory() -> Path:
-    """The folder of the cache; it need not exist."""
+    """Return the folder of the cache; it need not exist."""
     return Path(os.path.expanduser(os.environ.get(ENVIRONMENT) or "~/.cache/espformer"))
 
 
@@ -51,7 +51,7 @@ def cache_key(kind: str, *parts: Any) -> str:
 
 
 def cached_bytes(key: str, build: Callable[[], bytes]) -> bytes:
-    """The bytes kept under this key, or newly built ones, which are then kept."""
+    """Return the bytes kept under this key, or newly built ones, which are then kept."""
     name = f"{key}.bin"
     with contextlib.suppress(OSError):
         digest, _, content = (directory() / name).read_bytes().partition(b"\n")
@@ -67,7 +67,7 @@ def cached_bytes(key: str, build: Callable[[], bytes]) -> bytes:
 def cached_array(
     key: str, shape: tuple[int, ...], dtype: Any, chunks: Callable[[], Iterable[Array]]
 ) -> Array:
-    """The array kept under this key, mapped into memory rather than read.
+    """Return the array kept under this key, mapped into memory rather than read.
 
     Args:
         key: from :func:`cache_key`.

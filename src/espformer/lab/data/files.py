@@ -75,7 +75,7 @@ class Source:
     hub: Hub | None = None
 
     def tree(self) -> str:
-        """The folder tree that is looked for, a line for each file."""
+        """Return the folder tree that is looked for, a line for each file."""
         width = max(map(len, self.layout))
         lines = [f"    {file:<{width}}  {content}" for file, content in self.layout.items()]
         return "\n".join(["DIR/", f"  {self.folder}/", *lines])
@@ -97,7 +97,7 @@ class Files:
         return [self.sums[path] for path in self.splits[split]]
 
     def info(self, sizes: Mapping[str, int], found: Mapping[str, int]) -> dict[str, Any]:
-        """What ``Task.info`` says about where the data came from.
+        """Describe where the data came from, for ``Task.info``.
 
         Args:
             sizes: examples of each split of the task.

@@ -44,7 +44,7 @@ def stratified(
 
 
 def hold_out(data: TensorSet, fraction: float, seed: int) -> tuple[TensorSet, TensorSet | None]:
-    """The set without, and with only, a share of each class; nothing is held out at 0."""
+    """Return the set without, and with only, a share of each class; nothing is held out at 0."""
     if fraction == 0:
         return data, None
     held, kept = stratified(data.labels, fraction, seed, VALIDATION)

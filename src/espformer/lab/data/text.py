@@ -1,4 +1,4 @@
-"""What the data sets of labelled texts share: a vocabulary, token ids, a task."""
+"""Data sets of labelled texts: a vocabulary, token ids, a task."""
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def text_task(
     seed: int,
     found: dict[str, int] | None = None,
 ) -> Task:
-    """A task of labelled texts: the vocabulary is learnt from the split `train`.
+    """Return a task of labelled texts: the vocabulary is learnt from the split `train`.
 
     Args:
         files: where the texts came from.

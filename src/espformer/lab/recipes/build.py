@@ -27,7 +27,7 @@ def build_mechanism(
     origins: Origins | None = None,
     path: KeyPath = ("mechanism",),
 ) -> Mechanism:
-    """The mechanism that a recipe describes, not yet bound to the sizes of a layer.
+    """Return the mechanism that a recipe describes, not yet bound to the sizes of a layer.
 
     Args:
         spec: ``softmax``, ``{esp: {sort_temperature: 1e-3}}`` or

@@ -56,7 +56,7 @@ class Recipe:
     sections: dict[str, Any]
     origins: Origins
     note: str = ""
-    """What a reader of the results must know of the experiment."""
+    """A remark that a reader of the results needs."""
 
     def run(
         self,
@@ -65,7 +65,7 @@ class Recipe:
         seed: int | None = None,
         overrides: Sequence[str] = (),
     ) -> Run:
-        """One run of the experiment.
+        """Return one run of the experiment.
 
         Args:
             mechanism: label of a mechanism; the recipe's default unless given.
@@ -107,7 +107,7 @@ class Recipe:
         overrides: Sequence[str] = (),
         only: Sequence[str] = (),
     ) -> list[Run]:
-        """All runs of the grid; `only` keeps those whose mechanism or setting it names."""
+        """Return all runs of the grid; `only` keeps those whose mechanism or setting it names."""
         for name in only:
             self._known("mechanism or setting", name, [*self.mechanisms, *self.grid.settings])
         labels = [label for label in self.mechanisms if label in only] or list(self.mechanisms)
@@ -125,7 +125,7 @@ class Recipe:
 
 
 def recipe_names() -> list[str]:
-    """The recipes that come with the package."""
+    """Return the recipes that come with the package."""
     folder = resources.files("espformer.lab") / "recipes"
     return sorted(
         entry.name.removesuffix(".yaml")
@@ -169,7 +169,7 @@ def load_recipe(name: str | Path) -> Recipe:
 
 
 def run_from_plain(raw: dict[str, Any], file: str) -> Run:
-    """The run that a `config.yaml` or a checkpoint describes."""
+    """Return the run that a `config.yaml` or a checkpoint describes."""
     origins = Origins(file)
     task = raw.get("task")
     kinds = {**_KINDS, "finetuning": FinetuneRun}
@@ -209,7 +209,7 @@ def _move(origins: Origins, source: tuple[str, ...], target: tuple[str, ...]) ->
 
 
 def _check(run: Run, origins: Origins) -> None:
-    """What can be wrong although every key and type is right."""
+    """Refuse what is wrong although every key and type is right."""
     build_mechanism(run.mechanism, origins, ("mechanism",))
     if isinstance(run, TrainingRun):
         check_data(run.data.set, origins, ("data", "set"))

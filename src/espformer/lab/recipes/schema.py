@@ -191,7 +191,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What all runs have: where they come from, and the mechanism they are about."""
+    """A run: where it comes from, and the mechanism it is about."""
 
     recipe: str
     task: str
@@ -224,7 +224,7 @@ class TrainingRun(Run):
         "a smaller data.batch_size (half of it with trainer.accumulate=2 is the same step), or "
         "trainer.precision=bf16-mixed"
     )
-    """What to try where the device has too little memory."""
+    """Advice for a device with too little memory."""
 
     @property
     def scores_before(self) -> tuple[str, ...]:

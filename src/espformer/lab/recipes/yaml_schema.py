@@ -81,7 +81,7 @@ def _show(value: Any) -> str:
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], Origins]:
-    """The mapping in a file, and the line of each of its keys."""
+    """Return the mapping in a file, and the line of each of its keys."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -237,7 +237,7 @@ def _parse_dataclass(kind: Any, raw: Any, origins: Origins, path: KeyPath) -> An
 
 
 def plain(value: Any) -> Any:
-    """The same as mappings, lists and numbers: what YAML, JSON and a checkpoint can hold."""
+    """Return the same as mappings, lists and numbers: what YAML, JSON and a checkpoint can hold."""
     if isinstance(value, Spec):
         return value.plain()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

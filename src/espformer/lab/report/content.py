@@ -61,7 +61,7 @@ def attention_content(runs: Sequence[Trained], examples: Sequence[int]) -> dict[
 
 
 def _maps(state: Trained, example: Example) -> list[dict[str, Any]]:
-    """The heads of the last layer."""
+    """Return the heads of the last layer."""
     return _heads(state.matrices(example)[-1])
 
 

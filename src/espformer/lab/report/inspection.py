@@ -1,4 +1,4 @@
-"""What a trained run does with an example: its attention, its slices, and what t changes."""
+"""Looks into a trained run: attention and slices of an example, and the effect of t."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Trained:
         return [t for value in found for t in (value if isinstance(value, list) else [value])]
 
     def example(self, index: int) -> Example:
-        """An example of the test data."""
+        """Return an example of the test data."""
         test: Any = self.task.test
         if not 0 <= index < len(test):
             raise RunError(f"there is no test example {index}: there are {len(test)}")
@@ -103,13 +103,13 @@ class Trained:
         return Example(inputs, batch.get("mask"), int(batch["labels"][0]), index, picture, text)
 
     def matrices(self, example: Example) -> list[Tensor]:
-        """The attention of every layer, ``(heads, N, M)``; padded tokens are left out."""
+        """Return the attention of every layer, ``(heads, N, M)``; padded tokens are left out."""
         model: Any = self.learner.model
         matrices = model.attention_matrices(example.inputs, example.mask)
         return [_without_padding(matrix[0].float(), example.mask) for matrix in matrices]
 
     def hardened(self) -> Trained:
-        """The same run, sorting exactly, beside this one."""
+        """Return the same run, sorting exactly, beside this one."""
         other = copy.copy(self)
         other.learner = copy.deepcopy(self.learner)
         harden(other.learner.model)
@@ -138,7 +138,7 @@ class Trained:
     def frames(
         self, example: Example, temperatures: Sequence[float], layer: int, count: int | None = None
     ) -> list[Frame]:
-        """The whole model at each temperature, and hard; it is left as it was."""
+        """Return the whole model at each temperature, and hard; it is left as it was."""
         model, kept = self.learner.model, copy.deepcopy(self.learner.model.state_dict())
         made = []
         for temperature in (*temperatures, None):
@@ -161,7 +161,7 @@ class Trained:
 
 
 def open_run(path: Path, data_directory: str | None = None) -> Trained:
-    """The last checkpoint of a run, with its results, its curves and its annealing."""
+    """Return the last checkpoint of a run, with its results, its curves and its annealing."""
     run, file = open_checkpoint(path)
     if run.task != "classification":
         raise RunError(f"{path}: a page is made of classification runs, this is a {run.task}")
@@ -242,7 +242,7 @@ def _without_padding(matrix: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _picture(stored: Tensor) -> Tensor | None:
-    """An image as a person sees it; None for what is no image."""
+    """Return an image as a person sees it; None for what is no image."""
     if stored.ndim != 3 or stored.shape[0] not in (1, 3):
         return None
     image = stored.float()

@@ -20,13 +20,13 @@ _SIGNS = {"held": "✓", "failed": "✗", "open": "?"}
 
 
 def grid(rows: list[list[str]]) -> list[str]:
-    """A table in Markdown; the first row is its head."""
+    """Return a table in Markdown; the first row is its head."""
     head, *body = ["| " + " | ".join(row) + " |" for row in rows]
     return [head, "|" + "---|" * len(rows[0]), *body, ""]
 
 
 def anchor(heading: str) -> str:
-    """The fragment by which a heading of a page can be linked.
+    """Return the fragment by which a heading of a page can be linked.
 
     Example:
         >>> anchor("MNIST, impact of patch size")
@@ -36,13 +36,13 @@ def anchor(heading: str) -> str:
 
 
 def claim_sentences(recipe: Recipe, results: list[Result]) -> list[str]:
-    """Whether each claim held, with the difference and the test."""
+    """Say whether each claim held, with the difference and the test."""
     lines = [_sentence(claim, found) for claim, found in _compared(recipe, results)]
     return [*lines, ""] if lines else []
 
 
 def claims_table(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
-    """All claims of a page, a line each, and how many held; nothing where there is none."""
+    """Return all claims of a page, a line each, and how many held; nothing where there is none."""
     rows, outcomes, afterwards, better = [], Counter[str](), 0, 0
     for recipe, results in every:
         for claim, found in _compared(recipe, results):

@@ -1,4 +1,4 @@
-"""What the paper says of its mechanism, what we expect of it, and a paired test of each.
+"""Claims of the paper and of ours about its mechanism, and a paired test of each.
 
 Every claim has a bar that the difference of its rows must pass: 0 for "is better", `-margin` for
 "does no harm". It held where the 95 % interval of the difference lies above the bar, and did not
@@ -61,7 +61,7 @@ class Comparison:
 
 
 class Verdict(NamedTuple):
-    """What became of a claim, and that in words."""
+    """The outcome of a claim, and the same in words."""
 
     outcome: Literal["held", "failed", "open"]
     words: str
@@ -124,7 +124,7 @@ def compare(claim: Claim, results: Sequence[dict[str, Any]]) -> Comparison | Non
 
 
 def verdict(claim: Claim, found: Comparison) -> Verdict:
-    """Whether the claim held, by where the interval lies."""
+    """Say whether the claim held, by where the interval lies."""
     if found.low is None or found.high is None:
         return Verdict("open", "a single pair decides nothing")
     if claim.margin is None:

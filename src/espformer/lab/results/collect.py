@@ -107,7 +107,7 @@ def beside_saved(recipe: Recipe, work: list[Job], save: Path | None, *, skip: bo
 
 
 def _is_saved(job: Job, there: dict[tuple[str, str, int], Result], path: Path) -> bool:
-    """Whether the result of a job is there; one with other settings is refused."""
+    """Say whether the result of a job is there; one with other settings is refused."""
     outline = _outline(job)
     result = there.get(key(outline))
     if result is None:
@@ -121,7 +121,7 @@ def _is_saved(job: Job, there: dict[tuple[str, str, int], Result], path: Path) -
 
 
 def _outline(job: Job) -> Result:
-    """What is known of a result before the run."""
+    """Return what is known of a result before the run."""
     run = job.run
     return {
         "setting": run.setting,

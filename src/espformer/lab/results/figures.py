@@ -32,7 +32,7 @@ _BESIDE = ("sinkformer", "espformer")
 
 
 def patch_size(path: Path) -> Any:
-    """The paper's figure, and beside it the rows that the paper does not have."""
+    """Return the paper's figure, and beside it the rows that the paper does not have."""
     from espformer.lab import plots
     from espformer.lab.plots.scores import Score
 

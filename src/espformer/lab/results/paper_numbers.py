@@ -11,7 +11,7 @@ __all__ = ["TABLES", "Number", "Table"]
 
 @dataclass(frozen=True)
 class Number:
-    """What the paper prints about one cell: some of these."""
+    """The numbers of one cell; the paper prints some of them."""
 
     mean: float | None = None
     std: float | None = None

@@ -66,7 +66,7 @@ class Results:
         return dataclasses.replace(newer, runs=list((self.by_key() | newer.by_key()).values()))
 
     def by_key(self) -> dict[tuple[str, str, int], Result]:
-        """The runs by setting, mechanism and seed."""
+        """Return the runs by setting, mechanism and seed."""
         return {key(run): run for run in self.runs}
 
     def check_rows(self) -> None:
@@ -82,7 +82,7 @@ class Results:
                 )
 
     def text(self) -> str:
-        """The file: what runs share once, then a line for each."""
+        """Return the file: what runs share once, then a line for each."""
         runs = sorted(map(_for_others, self.runs), key=key)
         common = _shared(runs)
         about = {"experiment": self.experiment, "title": self.title}
@@ -102,12 +102,12 @@ def _for_others(run: Result) -> Result:
 
 
 def key(run: Result) -> tuple[str, str, int]:
-    """What tells a run of an experiment from the others."""
+    """Return what tells a run of an experiment from the others."""
     return run["setting"], run["mechanism"], run["seed"]
 
 
 def read_file(path: Path) -> Results:
-    """The runs of a file that :func:`save_file` wrote."""
+    """Return the runs of a file that :func:`save_file` wrote."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         runs = [_joined(raw["common"], run) for run in raw["runs"]]
@@ -162,12 +162,12 @@ def results_page(directory: Path, page: Path = Path("RESULTS.md")) -> str:
 
 
 def _picture(path: Path, page: Path) -> str | None:
-    """The address of a picture on a page, if there is one."""
+    """Return the address of a picture on a page, if there is one."""
     return Path(os.path.relpath(path, page.parent)).as_posix() if path.is_file() else None
 
 
 def _recipe(results: Results) -> Recipe:
-    """The recipe of an experiment; one that only has a name for those that came without."""
+    """Return the recipe of an experiment; one that only has a name for those that came without."""
     if results.experiment in recipe_names():
         return load_recipe(results.experiment)
     task = results.runs[0]["config"].get("task", "classification")
@@ -177,7 +177,7 @@ def _recipe(results: Results) -> Recipe:
 
 
 def _shared(values: list[Any]) -> Any:
-    """What is the same in all mappings, mappings within them taken apart."""
+    """Find what is the same in all mappings, and in mappings within them."""
     first = values[0]
     shared = {}
     for key, value in first.items():
@@ -192,7 +192,7 @@ def _shared(values: list[Any]) -> Any:
 
 
 def _without(value: Result, shared: Result) -> Result:
-    """A mapping without what is shared; an empty mapping that was there stays."""
+    """Return a mapping without what is shared; an empty mapping that was there stays."""
     rest = {}
     for key, item in value.items():
         if key not in shared:

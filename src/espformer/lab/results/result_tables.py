@@ -51,7 +51,7 @@ def summarise(values: list[float]) -> Number:
 def markdown(
     recipe: Recipe, results: list[Result], level: int = 1, picture: str | None = None
 ) -> str:
-    """The section of an experiment: table, claims, conditions, what differs from the paper.
+    """Return the section of an experiment: table, claims, conditions, what differs from the paper.
 
     Args:
         recipe: the experiment.
@@ -121,7 +121,7 @@ def _cell(number: Number, column: str) -> str:
 
 
 def _behind(results: list[Result]) -> list[str]:
-    """What stands behind the scores, over all settings: sums, sizes, times, learnt temperatures."""
+    """Write the table behind the scores: sums, sizes, times, learnt temperatures."""
     heads = {
         "row_error": "row sums off", "column_error": "column sums off", "entropy": "entropy",
     }  # fmt: skip
@@ -223,7 +223,7 @@ def _machine(result: Result) -> str:
 
 
 def _count(results: list[Result], settings: bool = False) -> str:
-    """How many runs, of which settings if there are several, with which seeds."""
+    """Say how many runs, of which settings if there are several, with which seeds."""
     runs = f"{len(results)} run{'' if len(results) == 1 else 's'}"
     which = [_some(dict.fromkeys(result["setting"] for result in results))] if settings else []
     seeds = sorted({result["seed"] for result in results})
@@ -232,7 +232,7 @@ def _count(results: list[Result], settings: bool = False) -> str:
 
 
 def _differences(recipe: Recipe, table: Table, results: list[Result]) -> list[str]:
-    """What is not as in the paper, or not as in the recipe where there is no paper."""
+    """List what is not as in the paper, or not as in the recipe where there is no paper."""
     of = "the paper" if table.caption else "the recipe"
     lines: list[str] = []
     changed: dict[tuple[str, Any, Any], list[str]] = defaultdict(list)

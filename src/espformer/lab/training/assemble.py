@@ -40,7 +40,7 @@ def load_task(run: TrainingRun) -> Task:
 
 
 def make_model(run: TrainingRun, task: Task | None = None) -> nn.Module:
-    """The model of a run, with what the data know about it filled in."""
+    """Return the model of a run, with what the data know about it filled in."""
     origins = Origins(f"recipe {run.recipe}")
     path = ("model", run.model.name)
     kind = model_class(run.model.name)

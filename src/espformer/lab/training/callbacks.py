@@ -1,4 +1,4 @@
-"""What happens around the steps: sharpening the sort, watching the attention, counting samples."""
+"""Callbacks around the steps: they sharpen the sort, watch the attention, count samples."""
 
 from typing import Any
 
@@ -82,7 +82,7 @@ class StraightThroughShare(Callback):
 
 
 def attention_statistics(matrices: list[Tensor]) -> dict[str, float]:
-    """How far attention matrices are from doubly stochastic, and how spread out they are.
+    """Say how far attention matrices are from doubly stochastic, and how spread out they are.
 
     Args:
         matrices: ``(batch, heads, N, M)`` each; empty rows and columns are padding. Matrices with

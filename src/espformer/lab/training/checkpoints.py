@@ -23,7 +23,7 @@ __all__ = [
 
 
 def read_checkpoint(path: Path, *, device: str = "cpu") -> dict[str, Any]:
-    """A checkpoint of this library; anything else is refused with the reason.
+    """Return a checkpoint of this library; anything else is refused with the reason.
 
     Only tensors and plain values are read: a file that holds code is refused, not run.
     """

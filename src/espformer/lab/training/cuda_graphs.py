@@ -40,7 +40,7 @@ class Recorder(Protocol):
         """Call the function without effect, and return what has its effect."""
 
     def forget(self) -> None:
-        """What was recorded will not be replayed any more."""
+        """Drop what was recorded: it will not be replayed any more."""
 
 
 class CudaRecorder:
@@ -77,7 +77,7 @@ class CudaRecorder:
 
 
 def make_recorder(device: torch.device) -> Recorder:
-    """The recorder of a device."""
+    """Return the recorder of a device."""
     return CudaRecorder(device)
 
 
@@ -92,7 +92,7 @@ def check_possible(run: TrainingRun) -> None:
 
 
 def settings(model: nn.Module) -> tuple[Any, ...]:
-    """The numbers and words in the modules of a model that a recorded step would freeze.
+    """Return the numbers and words in the modules of a model that a recorded step would freeze.
 
     Example:
         >>> layer = nn.Dropout(0.1)

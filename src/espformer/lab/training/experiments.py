@@ -87,7 +87,7 @@ def plan(
     only: Sequence[str] = (),
     overrides: Sequence[str] = (),
 ) -> list[Job]:
-    """The jobs of an experiment, and before them those of other recipes that it starts from.
+    """Return the jobs of an experiment, and before them those of other recipes that it starts from.
 
     Refused where a directory holds a run with other settings, which would pass for the one asked.
 
@@ -329,7 +329,7 @@ def _ready(waiting: list[Job]) -> list[Job]:
 
 
 def _environment(slot: int, at_once: int) -> dict[str, str]:
-    """One of the cards for each slot, and the processor's cores shared out."""
+    """Return one of the cards for each slot, and the processor's cores shared out."""
     environment = {}
     cards = torch.cuda.device_count()
     if cards > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:

@@ -82,7 +82,7 @@ def read_attentions(texts: Sequence[str]) -> dict[str, Spec]:
 
 @dataclass(frozen=True)
 class Experiment(Recipe):
-    """What a command line compares, as a recipe: for tables of its results."""
+    """An experiment that a command line asks for, as a recipe: for tables of its results."""
 
     made: dict[tuple[str, str], FinetuneRun] = dataclasses.field(default_factory=dict)
     """A run for each attention and learning rate."""
@@ -94,7 +94,7 @@ class Experiment(Recipe):
         seed: int | None = None,
         overrides: Sequence[str] = (),
     ) -> FinetuneRun:
-        """One run of the experiment; the arguments are those of a recipe."""
+        """Return one run of the experiment; the arguments are those of a recipe."""
         label = self.default_mechanism if mechanism is None else mechanism
         setting = next(iter(self.grid.settings)) if setting is None else setting
         seed = self.grid.seeds[0] if seed is None else seed
@@ -116,7 +116,7 @@ def make_experiment(
     data_dir: str | None,
     examples: int | None,
 ) -> Experiment:
-    """Every attention with every learning rate and every seed, equal in all else."""
+    """Return every attention with every learning rate and every seed, equal in all else."""
     if task not in TASKS:
         raise ConfigError(f"--task {task}: {nearest(task, TASKS)}")
     name = Path(model.rstrip("/")).name

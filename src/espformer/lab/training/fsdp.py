@@ -58,7 +58,7 @@ class ShardedStrategy(ModelParallelStrategy):
 
 
 def _distributed(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of an optimiser with moments that lie as the weights do.
+    """Return the state of an optimiser with moments that lie as the weights do.
 
     Who saved it may have counted the weights in another order, but not within the groups.
     """

@@ -45,7 +45,7 @@ class Learner(LightningModule):
     """
 
     score = "accuracy"
-    """What is logged as `valid/…` and `test/…` and decides which epoch is best, in percent."""
+    """Name of the score, logged as `valid/…` and `test/…`; it decides which epoch is best."""
 
     keeps_best = True
     """Whether the epoch of the best validation is kept and scored, beside the last one."""
@@ -81,7 +81,7 @@ class Learner(LightningModule):
 
     @torch.no_grad()
     def prepare(self, inputs: Tensor, *, training: bool) -> Tensor:
-        """What the model is given for the stored inputs of a batch."""
+        """Turn the stored inputs of a batch into those of the model."""
         if training and self.augment is not None:
             inputs = self.augment(inputs)
         if self.normalise is not None:

@@ -60,7 +60,7 @@ class EpochMeans:
         return {"loss": loss / count, "accuracy": correct / count} if count else {}
 
     def state(self) -> list[float]:
-        """The sums as numbers, for a checkpoint."""
+        """Return the sums as numbers, for a checkpoint."""
         return [0.0, 0.0, 0.0] if self._sums is None else self._sums.tolist()
 
     def load(self, state: list[float], device: torch.device) -> None:

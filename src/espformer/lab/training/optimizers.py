@@ -15,7 +15,7 @@ __all__ = ["learning_rate_factor", "make_optimizer", "make_schedule"]
 def make_optimizer(
     model: nn.Module, config: Optimizer, *, allow_fused: bool = True
 ) -> torch.optim.Optimizer:
-    """The optimiser, with a group of its own for learnt sort temperatures.
+    """Return the optimiser, with a group of its own for learnt sort temperatures.
 
     Their logarithms move on another scale than weights: they get a larger learning rate, and no
     weight decay, which would pull the temperatures towards one.
@@ -49,7 +49,7 @@ def make_optimizer(
 def learning_rate_factor(
     config: Schedule, learning_rate: float
 ) -> tuple[str, Callable[[int], float]]:
-    """What the learning rate is multiplied by, as a function of the `epoch` or of the `step`.
+    """Return the factor of the learning rate as a function of the `epoch` or of the `step`.
 
     Example:
         >>> unit, factor = learning_rate_factor(Schedule(name="milestones", milestones=[250]), 1.0)
@@ -77,6 +77,6 @@ def learning_rate_factor(
 def make_schedule(
     optimizer: torch.optim.Optimizer, config: Schedule, learning_rate: float
 ) -> dict[str, Any]:
-    """The schedule in the form that Lightning takes."""
+    """Return the schedule in the form that Lightning takes."""
     unit, factor = learning_rate_factor(config, learning_rate)
     return {"scheduler": LambdaLR(optimizer, factor), "interval": unit}

@@ -1,4 +1,4 @@
-"""What comes after training: evaluate, anneal, harden; each begins from a checkpoint.
+"""After training: evaluate, anneal and harden, each from a checkpoint.
 
 train soft → anneal (t ← 0.8 t, 40 epochs) → harden → evaluate exact doubly-stochastic attention
 """
@@ -33,7 +33,7 @@ _SOFT = "take a soft checkpoint, such as --checkpoint last"
 
 
 def open_checkpoint(path: Path, which: str = "last") -> tuple[TrainingRun, Path]:
-    """The run that a directory or a checkpoint file belongs to, and the checkpoint."""
+    """Return the run that a directory or a checkpoint file belongs to, and the checkpoint."""
     if path.is_dir():
         file = path / f"{which}.ckpt"
         if not file.exists():

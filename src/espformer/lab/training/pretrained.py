@@ -90,7 +90,7 @@ def load_encoder(path: str) -> nn.Module:
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer that lies beside the encoder."""
+    """Return the tokenizer that lies beside the encoder."""
     from transformers import AutoConfig, AutoTokenizer
 
     try:
@@ -126,7 +126,7 @@ def make_classifier(run: FinetuneRun, classes: int) -> PooledClassifier:
 
 
 def load_classifier(directory: str | Path, which: str = "last") -> PooledClassifier:
-    """The classifier that a finished fine-tuning left in its directory, in evaluation mode.
+    """Return the classifier that a finished fine-tuning left in its directory, in evaluation mode.
 
     Args:
         directory: of the run, such as
@@ -166,7 +166,7 @@ def pooled_features(
 
 
 def fit_head(features: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]:
-    """The state of a linear head: multinomial logistic regression on standardised features.
+    """Return the state of a linear head: multinomial logistic regression on standardised features.
 
     The minimum of mean cross-entropy + ½·penalty·‖W‖², which is unique; the standardisation is
     folded into weight and bias.
@@ -193,7 +193,7 @@ def fit_head(features: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor
 
 
 def head_for(run: FinetuneRun, task: Task, device: torch.device) -> dict[str, Tensor]:
-    """The head that all attentions begin with: fitted with the model as it was published."""
+    """Return the head that all attentions begin with: fitted with the model as it was published."""
     assert isinstance(task.train, TensorSet)
     assert task.classes is not None
     model = PooledClassifier(load_encoder(run.path), task.classes)
@@ -202,7 +202,7 @@ def head_for(run: FinetuneRun, task: Task, device: torch.device) -> dict[str, Te
 
 
 def weights_info(path: str) -> dict[str, Any]:
-    """What the results say about the weights: their checksum, and the type they are stored in."""
+    """Describe the weights for the results: their checksum, and the type they are stored in."""
     file = Path(path) / "model.safetensors"
     if not file.is_file():
         return {"path": path}

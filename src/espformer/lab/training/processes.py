@@ -36,7 +36,7 @@ _PRELOAD = (
 
 
 class Process(Protocol):
-    """What is asked of the process of a run."""
+    """The process of a run, as far as the board asks it."""
 
     def poll(self) -> int | None:
         """Its exit status, negative for a signal, or None while it runs."""
@@ -56,7 +56,7 @@ Launch = Callable[[Sequence[str], Path, dict[str, str]], Process]
 
 
 def by_command(arguments: Sequence[str], log: Path, environment: dict[str, str]) -> Process:
-    """A new interpreter."""
+    """Return a new interpreter."""
     command = [sys.executable, "-m", "espformer.lab.cli", *arguments]
     with open(log, "ab") as file:
         return subprocess.Popen(
@@ -65,7 +65,7 @@ def by_command(arguments: Sequence[str], log: Path, environment: dict[str, str])
 
 
 def suited() -> bool:
-    """Whether this system can fork."""
+    """Say whether this system can fork."""
     return "forkserver" in multiprocessing.get_all_start_methods()
 
 
@@ -88,7 +88,7 @@ def prepare_fork(environment: dict[str, str]) -> None:
 
 
 def forked(arguments: Sequence[str], log: Path, environment: dict[str, str]) -> Process:
-    """A fork of a process that has imported everything."""
+    """Return a fork of a process that has imported everything."""
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=_work, args=(list(arguments), str(log), environment))
     process.start()
@@ -134,7 +134,7 @@ def _work(arguments: list[str], log: str, environment: dict[str, str]) -> None:
 
 
 def _gpu_is_lost() -> bool:
-    """Whether a library has touched the GPU before the fork, which makes it useless after."""
+    """Say whether a library has touched the GPU before the fork, which makes it useless after."""
     if torch.cuda.device_count() == 0:  # asks the driver's management library, which may be asked
         return False
     try:

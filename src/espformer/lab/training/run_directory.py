@@ -1,4 +1,4 @@
-"""What a run leaves behind: its directory, its description, its results, and who may write them."""
+"""The directory of a run: where it is, the description, results and logs in it."""
 
 import csv
 import json
@@ -56,7 +56,7 @@ def _slug(name: str) -> str:
 
 
 def read_results(directory: Path) -> dict[str, Any] | None:
-    """The results of a finished run, or None."""
+    """Return the results of a finished run, or None."""
     path = directory / "results.json"
     if not path.exists():
         return None
@@ -70,7 +70,7 @@ def read_results(directory: Path) -> dict[str, Any] | None:
 
 
 def is_begun(directory: Path) -> bool:
-    """Whether there is work of a run in a directory: a checkpoint, or results."""
+    """Say whether there is work of a run in a directory: a checkpoint, or results."""
     return (directory / "results.json").exists() or any(directory.glob("*.ckpt"))
 
 
@@ -94,7 +94,7 @@ def check_same(run: Run, directory: Path) -> None:
 
 
 def differences(asked: dict[str, Any], there: dict[str, Any]) -> str:
-    """What differs between two descriptions, in words; empty if nothing that matters does."""
+    """Say what differs between two descriptions; nothing if nothing that matters does."""
     changed = [
         f"{key} is {theirs!r} there and {ours!r} here"
         for key, ours, theirs in changes(asked, there)

@@ -347,7 +347,7 @@ def _training_callbacks(run: TrainingRun, directory: Path, score: str) -> list[C
 
 
 def score_percent(metrics: Any, learner: Learner) -> float:
-    """The score of an evaluation in percent (BLEU is one already)."""
+    """Return the score of an evaluation in percent (BLEU is one already)."""
     value = float(metrics[0][f"test/{learner.score}"])
     return 100 * value if learner.score == "accuracy" else value
 
