@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Subset
 
 import espformer.lab.data
 from espformer.lab.data import Task, TensorSet, available, collate, load
-from espformer.lab.data.splits import digest, hold_out, stratified
+from espformer.lab.data.base import digest, hold_out, stratified
 
 MODULES = [
     *("base", "cache", "files", "reading", "splits", "text", "transforms", "translation"),

@@ -8,10 +8,18 @@ squeezed to [0, 1] and nothing else; random resized crops and mirroring in train
 from pathlib import Path
 from typing import Literal
 
-from espformer.lab.data.base import Task, TensorSet
+from espformer.lab.data.base import (
+    TEST,
+    Task,
+    TensorSet,
+    check_fraction,
+    digest,
+    hold_out,
+    sizes,
+    stratified,
+)
 from espformer.lab.data.files import Files, Hub, Source, find
 from espformer.lab.data.reading import read_images, read_labels, read_table
-from espformer.lab.data.splits import TEST, check_fraction, digest, hold_out, sizes, stratified
 from espformer.lab.data.text import check_sizes
 from espformer.lab.data.transforms import Normalise, RandomResizedCrop
 

@@ -10,10 +10,9 @@ from typing import Literal
 import numpy as np
 import torch
 
-from espformer.lab.data.base import Task
+from espformer.lab.data.base import POOL, Task, check_fraction
 from espformer.lab.data.files import Files, Hub, Source, find
 from espformer.lab.data.reading import read_labels, read_table, read_texts
-from espformer.lab.data.splits import POOL, check_fraction
 from espformer.lab.data.text import Texts, text_task
 
 __all__ = ["SOURCE", "load"]

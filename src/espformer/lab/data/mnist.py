@@ -4,10 +4,9 @@ from pathlib import Path
 
 import torch
 
-from espformer.lab.data.base import Task, TensorSet
+from espformer.lab.data.base import Task, TensorSet, check_fraction, hold_out, sizes
 from espformer.lab.data.files import Files, Hub, Source, find
 from espformer.lab.data.reading import read_images, read_labels, read_npz, read_table
-from espformer.lab.data.splits import check_fraction, hold_out, sizes
 from espformer.lab.data.transforms import Normalise
 
 __all__ = ["SOURCE", "load"]

@@ -10,10 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from espformer.lab.data.base import Task, TensorSet
+from espformer.lab.data.base import Task, TensorSet, check_fraction, hold_out, sizes
 from espformer.lab.data.files import DataError, Files, Source, find
 from espformer.lab.data.reading import read_labels, read_npz
-from espformer.lab.data.splits import check_fraction, hold_out, sizes
 from espformer.lab.data.transforms import PointCloudAugment, RotateScale
 
 __all__ = ["SOURCE", "load"]

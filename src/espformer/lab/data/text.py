@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from espformer.lab.data.base import Task, TensorSet
+from espformer.lab.data.base import Task, TensorSet, hold_out
 from espformer.lab.data.files import Files
-from espformer.lab.data.splits import hold_out
 from espformer.lab.data.vocabulary import Ragged, Vocabulary, encode
 
 __all__ = ["Texts", "check_sizes", "text_task"]

@@ -18,8 +18,7 @@ from espformer.lab.files import lock, write_atomically
 from espformer.lab.recipes.recipe import Recipe, load_recipe, recipe_names
 from espformer.lab.recipes.schema import Grid
 from espformer.lab.recipes.yaml_schema import Origins
-from espformer.lab.results.claim_text import claims_table
-from espformer.lab.results.claims import HARMLESS
+from espformer.lab.results.claims import HARMLESS, claims_table
 from espformer.lab.results.result_tables import in_order, markdown
 from espformer.lab.training.run_directory import differences
 

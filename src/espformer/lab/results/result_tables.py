@@ -8,7 +8,7 @@ from typing import Any
 from espformer.lab.clock import in_words
 from espformer.lab.recipes.recipe import Recipe
 from espformer.lab.recipes.yaml_schema import plain
-from espformer.lab.results.claim_text import SCORES, claim_sentences, grid
+from espformer.lab.results.claims import SCORES, claim_sentences, grid
 from espformer.lab.results.paper_numbers import TABLES, Number, Table
 from espformer.lab.training.run_directory import changes
 

@@ -1,5 +1,6 @@
 """The Lightning modules: what every task shares, and classification."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,9 @@ from espformer.lab.recipes.schema import TrainingRun
 from espformer.lab.recipes.yaml_schema import plain
 from espformer.lab.training.batches import mix_seed
 from espformer.lab.training.events import ReportProgress
-from espformer.lab.training.metrics import EpochMeans
 from espformer.lab.training.optimizers import make_optimizer, make_schedule
 
-__all__ = ["LOG_EVERY", "MARK", "Classifier", "Learner", "at_least_float32"]
+__all__ = ["LOG_EVERY", "MARK", "Classifier", "EpochMeans", "Learner", "at_least_float32"]
 
 LOG_EVERY = 50
 """Steps from one logged loss to the next."""
@@ -27,6 +27,66 @@ MARK = "espformer"
 def at_least_float32(x: Tensor) -> Tensor:
     """Losses of 16-bit logits are computed in 32 bits; wider ones stay as they are."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class EpochMeans:
+    """Mean loss and accuracy over examples, from sums that are read once, at the end.
+
+    The sums stay where they are when they are reset, so a recorded step can add to them.
+
+    Example:
+        >>> means = EpochMeans()
+        >>> means.add(torch.tensor(1.0), count=3, correct=torch.tensor(2))
+        >>> means.add(torch.tensor(2.0), count=1, correct=torch.tensor(1))
+        >>> means.means()
+        {'loss': 1.25, 'accuracy': 0.75}
+    """
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+
+    def prepare(self, device: torch.device) -> Tensor:
+        """Make room for the sums, ``(loss, count, correct)``, unless it is there."""
+        if self._sums is None or self._sums.device != device:
+            # Many small numbers are added to a large one; only Apple's devices lack float64.
+            dtype = torch.float32 if device.type == "mps" else torch.float64
+            self._sums = torch.zeros(3, dtype=dtype, device=device)
+        return self._sums
+
+    def add(self, loss: Tensor, count: int | Tensor, correct: Tensor | None = None) -> None:
+        """Add a batch.
+
+        Args:
+            loss: mean over the batch.
+            count: examples (or tokens) of the batch.
+            correct: how many of them were classified correctly.
+        """
+        total, counted, right = self.prepare(loss.device).unbind()
+        total += loss.detach() * count
+        counted += count
+        if correct is not None:
+            right += correct
+
+    def reset(self) -> None:
+        """Begin again from zero."""
+        if self._sums is not None:
+            self._sums.zero_()
+
+    def means(self, reduce: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
+        """Loss and accuracy; `reduce` adds up the sums of several processes."""
+        if self._sums is None:
+            return {}
+        sums = self._sums if reduce is None else reduce(self._sums.clone())
+        loss, count, correct = sums.tolist()
+        return {"loss": loss / count, "accuracy": correct / count} if count else {}
+
+    def state(self) -> list[float]:
+        """Return the sums as numbers, for a checkpoint."""
+        return [0.0, 0.0, 0.0] if self._sums is None else self._sums.tolist()
+
+    def load(self, state: list[float], device: torch.device) -> None:
+        """Go on from the sums of a checkpoint."""
+        self.prepare(device).copy_(torch.tensor(state))
 
 
 class Learner(LightningModule):

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from espformer.integrations import convert
 from espformer.lab.data import Task, TensorSet, imdb, tweeteval
+from espformer.lab.data.base import hold_out
 from espformer.lab.data.files import DataError, Files, Source, find
 from espformer.lab.data.reading import read_labels, read_table, read_texts
-from espformer.lab.data.splits import hold_out
 from espformer.lab.errors import RunError
 from espformer.lab.recipes.build import build_mechanism
 from espformer.lab.recipes.recipe import run_from_plain
