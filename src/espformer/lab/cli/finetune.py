@@ -1,12 +1,12 @@
 """`espformer finetune`: another attention in a pre-trained encoder, scored, tuned, scored again."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from espformer.lab.cli.options import Jobs, Output, Save, ShowProgress, whole_numbers
+from espformer.lab.cli.reproduce import do_and_report
 
 __all__ = ["finetune"]
 
@@ -72,14 +72,11 @@ def finetune(
 
       espformer finetune -m DIR --data-dir DATA --examples 500 --epochs 1
     """
-    from rich.console import Console
-
     from espformer.lab.cli.display import print_results
     from espformer.lab.errors import ConfigError
-    from espformer.lab.machine import revision
     from espformer.lab.results.collect import write_report
     from espformer.lab.training import processes
-    from espformer.lab.training.experiments import Job, do_all
+    from espformer.lab.training.experiments import Job
     from espformer.lab.training.finetuning import (
         fit_shared_head,
         head_file,
@@ -114,9 +111,8 @@ def finetune(
         for label in attentions
         for seed in numbers
     ]
-    console = Console()
     if not head_file(output, runs[0]).exists():
-        console.print("fitting the head with the original attention")
+        print("fitting the head with the original attention")
     fit_shared_head(runs[0], output)
     if len(runs) == 1:
         (run,) = runs
@@ -124,9 +120,7 @@ def finetune(
         print_results(execute(run, directory, output=output, progress=progress))
         print(directory)
         if table:
-            path, text = write_report(experiment, output, save)
-            print(text)
-            print(path)
+            print(*reversed(write_report(experiment, output, save)), sep="\n")
         return
     shared = [
         *("--model", model, "--task", task, "--epochs", str(epochs), "--output", str(output)),
@@ -154,12 +148,4 @@ def finetune(
     ]
     for job in work:
         check_same(job.run, job.directory)
-    os.environ["ESPFORMER_REVISION"] = revision() or ""  # of the code that is loaded now
-    try:
-        failed = do_all(work, jobs, console, processes.by_command)
-    finally:  # an interrupt, too, leaves the results of the runs that were finished
-        path, text = write_report(experiment, output, save)
-        print(text)
-        print(path)
-    if failed:
-        raise typer.Exit(1)
+    do_and_report(experiment, work, jobs, output, save, processes.by_command)

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -10,7 +10,12 @@ from rich.table import Table
 
 from espformer.lab.cli.options import Jobs, Output, Overrides, RecipeName, Save, whole_numbers
 
-__all__ = ["recipes", "reproduce"]
+if TYPE_CHECKING:
+    from espformer.lab.recipes.recipe import Recipe
+    from espformer.lab.training.experiments import Job
+    from espformer.lab.training.processes import Launch
+
+__all__ = ["do_and_report", "recipes", "reproduce"]
 
 
 def reproduce(
@@ -51,10 +56,9 @@ def reproduce(
       espformer reproduce tweeteval --jobs 12 --save results --skip-saved
     """
     from espformer.lab.cli.display import show_plan
-    from espformer.lab.machine import revision
     from espformer.lab.recipes.recipe import load_recipe
-    from espformer.lab.results.collect import beside_saved, write_report
-    from espformer.lab.training.experiments import do_all, plan
+    from espformer.lab.results.collect import beside_saved
+    from espformer.lab.training.experiments import plan
 
     recipe = load_recipe(experiment)
     work = plan(
@@ -66,18 +70,31 @@ def reproduce(
         overrides=overrides or (),
     )
     work = beside_saved(recipe, work, save, skip=skip_saved)
-    console = Console()
     if dry_run:
-        show_plan(console, work, jobs)
+        show_plan(Console(), work, jobs)
         return
+    do_and_report(recipe, work, jobs, output, save)
+
+
+def do_and_report(
+    recipe: "Recipe",
+    work: "list[Job]",
+    jobs: int,
+    output: Path,
+    save: Path | None,
+    launcher: "Launch | None" = None,
+) -> None:
+    """Do the runs of an experiment, then write and print its table, also after an interrupt."""
+    from espformer.lab.machine import revision
+    from espformer.lab.results.collect import write_report
+    from espformer.lab.training.experiments import do_all
+
     # Runs have the code that is loaded now, whatever is committed while they train.
     os.environ["ESPFORMER_REVISION"] = revision() or ""
     try:
-        failed = do_all(work, jobs, console)
-    finally:  # an interrupt, too, leaves the results of the runs that were finished
-        path, text = write_report(recipe, output, save)
-        print(text)
-        print(path)
+        failed = do_all(work, jobs, Console(), launcher)
+    finally:
+        print(*reversed(write_report(recipe, output, save)), sep="\n")
     if failed:
         raise typer.Exit(1)
 
