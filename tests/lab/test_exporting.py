@@ -82,6 +82,7 @@ def test_a_run_as_onnx(digits, tmp_path):
         assert (torch.from_numpy(found) - model(images)).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 def test_weights_in_a_file_of_their_own_come_along(digits, tmp_path, monkeypatch):
     """As the exporter writes a model that is too large for one file."""
     pytest.importorskip("onnxscript")
@@ -99,7 +100,9 @@ def test_weights_in_a_file_of_their_own_come_along(digits, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("family", "mechanism"),
     [
-        pytest.param("bert", ESP(0.3, learn_temperature=True), id="bert-esp"),
+        pytest.param(
+            "bert", ESP(0.3, learn_temperature=True), id="bert-esp", marks=pytest.mark.slow
+        ),
         pytest.param("vit", ESP(), id="vit-esp", marks=pytest.mark.slow),
         pytest.param("roberta", None, id="roberta-original", marks=pytest.mark.slow),
     ],
