@@ -34,6 +34,14 @@ def test_a_switch_that_is_on_differs_from_one_that_did_not_exist():
     assert changes(on, {"data": {"batch_size": 8}}) == [("data.group_by_length", True, None)]
 
 
+def test_runs_older_than_the_unit_of_temperatures_had_absolute_ones():
+    old = {"mechanism": {"esp": {"sort_temperature": 0.1}}}
+    new = {"mechanism": {"esp": {"sort_temperature": 0.1, "temperature_unit": "absolute"}}}
+    spread = {"mechanism": {"esp": {"sort_temperature": 0.1, "temperature_unit": "spread"}}}
+    assert changes(new, old) == []
+    assert changes(spread, old) == [("mechanism.esp.temperature_unit", "spread", None)]
+
+
 def test_a_run_with_other_settings_does_not_stand_for_the_one_asked(recipe, tiny, tmp_path):
     short = ["trainer.epochs=1"]
     (job,) = plan(recipe, str(tiny), tmp_path, seeds=[0], only=["plain", "learnt"], overrides=short)

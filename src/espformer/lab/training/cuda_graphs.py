@@ -12,6 +12,7 @@ smaller batch of an epoch, which is never recorded. The random numbers are the s
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -92,7 +93,7 @@ def check_possible(run: TrainingRun) -> None:
 
 
 def settings(model: nn.Module) -> tuple[Any, ...]:
-    """Return the numbers and words in the modules of a model that a recorded step would freeze.
+    """Return the numbers, words and options of a model that a recorded step would freeze.
 
     Example:
         >>> layer = nn.Dropout(0.1)
@@ -105,7 +106,7 @@ def settings(model: nn.Module) -> tuple[Any, ...]:
         (name, value)
         for module in model.modules()
         for name, value in vars(module).items()
-        if isinstance(value, bool | int | float | str)
+        if isinstance(value, bool | int | float | str) or dataclasses.is_dataclass(value)
     )
 
 

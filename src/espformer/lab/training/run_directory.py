@@ -107,13 +107,15 @@ def changes(asked: dict[str, Any], there: dict[str, Any]) -> list[tuple[str, Any
     """Key path, value asked for and value there of all that matters and differs.
 
     A switch that is off is the same as none, as in runs that are older than it; but not in
-    arguments, of which only those are written down that were given.
+    arguments, of which only those are written down that were given. Runs that are older than the
+    unit of temperatures say none, and had absolute ones.
     """
     ours, theirs = _flat(asked), _flat(there)
 
     def value(of: dict[tuple[str, ...], Any], key: tuple[str, ...]) -> Any:
         off = of.get(key) is False and not any(key[: len(part)] == part for part in _GIVEN)
-        return None if off else of.get(key)
+        former = key[-1] == "temperature_unit" and of.get(key) == "absolute"
+        return None if off or former else of.get(key)
 
     return [
         (".".join(key), ours.get(key), theirs.get(key))
