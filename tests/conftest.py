@@ -28,7 +28,7 @@ OPERATORS = {"ops", "functional", "gpu"}
 
 
 # Tests that take more than about ten seconds beside smaller ones of the same kind, which stay in
-# `make test`: those that are marked here are run by `make test-slow`. CONTRIBUTING.md says why each.
+# `make test`: these are run by `make test-slow`. CONTRIBUTING.md says why.
 SLOW = {
     "functional/test_checkpointing.py::test_same_gradients[triton-soft-reentrant]",
     "functional/test_compile.py::test_compiled_is_eager[linear]",
