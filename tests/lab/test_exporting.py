@@ -101,7 +101,10 @@ def test_weights_in_a_file_of_their_own_come_along(digits, tmp_path, monkeypatch
     ("family", "mechanism"),
     [
         pytest.param(
-            "bert", ESP(0.3, learn_temperature=True), id="bert-esp", marks=pytest.mark.slow
+            "bert",
+            ESP(sort_temperature=0.3, learn_temperature=True),
+            id="bert-esp",
+            marks=pytest.mark.slow,
         ),
         pytest.param("vit", ESP(), id="vit-esp", marks=pytest.mark.slow),
         pytest.param("roberta", None, id="roberta-original", marks=pytest.mark.slow),
@@ -114,7 +117,7 @@ def test_directories_of_transformers(family, mechanism, hugging_face, tmp_path):
 
 @pytest.mark.slow
 def test_soft_models_too(hugging_face, tmp_path):
-    source = open_model(hugging_face("bert", ESP(0.3)))
+    source = open_model(hugging_face("bert", ESP(sort_temperature=0.3)))
     assert export_model(source, tmp_path / "model.pt2", "torch", soft=True) < 1e-4
     inputs = source.example(3, 9, seed=4)
     program = torch.export.load(tmp_path / "model.pt2").module()
@@ -128,7 +131,7 @@ def test_soft_models_too(hugging_face, tmp_path):
 def test_onnx_from_a_directory(soft, hugging_face, tmp_path):
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
-    folder = hugging_face("distilbert", ESP(0.3))
+    folder = hugging_face("distilbert", ESP(sort_temperature=0.3))
     options = ["--soft"] if soft else []
     text = call("export", folder, "--to", tmp_path / "model.onnx", *options)
     assert float(text.split()[-1]) <= 1e-4

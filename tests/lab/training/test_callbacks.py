@@ -17,7 +17,7 @@ from espformer.nn import ESP, Attention, Sinkhorn, get_sort_temperatures
 
 
 def learner(**options):
-    module = Learner(run=None, model=Attention(8, 2, ESP(1e-3, **options)))  # type: ignore[arg-type]
+    module = Learner(run=None, model=Attention(8, 2, ESP(sort_temperature=1e-3, **options)))  # type: ignore[arg-type]
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
     return module
 
