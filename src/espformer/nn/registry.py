@@ -1,5 +1,6 @@
 """The mechanisms by the names that recipes, configurations and commands write."""
 
+from espformer.nn.class_token import ClassToken
 from espformer.nn.differential import Differential
 from espformer.nn.esp import ESP
 from espformer.nn.mechanisms import Mechanism, Sinkhorn, Softmax
@@ -7,6 +8,7 @@ from espformer.nn.mechanisms import Mechanism, Sinkhorn, Softmax
 __all__ = ["MECHANISMS"]
 
 MECHANISMS: dict[str, type[Mechanism]] = {
+    "class_token": ClassToken,
     "differential": Differential,
     "esp": ESP,
     "sinkhorn": Sinkhorn,
