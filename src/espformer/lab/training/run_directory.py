@@ -114,7 +114,7 @@ def changes(asked: dict[str, Any], there: dict[str, Any]) -> list[tuple[str, Any
 
     def value(of: dict[tuple[str, ...], Any], key: tuple[str, ...]) -> Any:
         off = of.get(key) is False and not any(key[: len(part)] == part for part in _GIVEN)
-        former = key[-1] == "temperature_unit" and of.get(key) == "absolute"
+        former = key[-1:] == ("temperature_unit",) and of.get(key) == "absolute"
         return None if off or former else of.get(key)
 
     return [
