@@ -18,7 +18,7 @@ STAMP := $(VENV)/.installed
 # Two pytest workers with one thread each: torch would otherwise take every core in both.
 WORKERS ?= 2
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
-PYTEST := $(ONE_THREAD) MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS) -q
+PYTEST := $(ONE_THREAD) MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-slow lint format demo bench bench-gpu clean

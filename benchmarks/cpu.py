@@ -20,7 +20,6 @@ from benchmarks.measure import (
     Company,
     Row,
     conditions,
-    interleaved_seconds,
     print_table,
     verdict,
     write_results,
@@ -28,6 +27,7 @@ from benchmarks.measure import (
 from benchmarks.memory import peak_memory
 from espformer import functional
 from espformer.lab.bench.cases import largest_error
+from espformer.lab.clock import interleaved_seconds
 
 METRICS, BALANCES = ("absolute", "squared"), ("rows", "both")
 WIDTH = 64

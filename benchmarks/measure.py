@@ -6,15 +6,14 @@ import csv
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from statistics import median
 
 import torch
 
-from espformer.lab.bench.conditions import machine
-from espformer.lab.bench.report import aligned_table, markdown_table
+from espformer.lab.bench.tables import aligned_table, markdown_table
+from espformer.lab.machine import machine
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -51,22 +50,6 @@ def verdict(met: bool, error: float | None = None, tolerance: float = TOLERANCE)
     """``ok`` when the target is met by a result that is right."""
     right = error is None or error <= tolerance  # NaN is not right
     return "ok" if met and right else "FAILED"
-
-
-def interleaved_seconds(
-    runs: Sequence[Callable[[], object]], repeats: int, warm_up: int = 1
-) -> list[float]:
-    """The median time of every function, run in turn so that a busy moment hits them alike."""
-    for _ in range(warm_up):
-        for run in runs:
-            run()
-    times: list[list[float]] = [[] for _ in runs]
-    for _ in range(repeats):
-        for run, found in zip(runs, times, strict=True):
-            start = time.perf_counter()
-            run()
-            found.append(time.perf_counter() - start)
-    return [median(found) for found in times]
 
 
 class Company:

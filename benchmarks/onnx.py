@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 
 import espformer
-from benchmarks.measure import RESULTS, Company, conditions, interleaved_seconds
+from benchmarks.measure import RESULTS, Company, conditions
 from espformer.integrations.onnx import export_onnx, onnx_difference
+from espformer.lab.clock import interleaved_seconds
 from espformer.nn import ESP, Softmax
 
 TOLERANCE = 1e-4

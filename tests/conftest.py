@@ -27,7 +27,28 @@ with torch.device("cpu"):
 OPERATORS = {"ops", "functional", "gpu"}
 
 
+# Tests that take more than about ten seconds beside smaller ones of the same kind, which stay in
+# `make test`: these are run by `make test-slow`. CONTRIBUTING.md says why.
+SLOW = {
+    "functional/test_checkpointing.py::test_same_gradients[triton-soft-reentrant]",
+    "functional/test_compile.py::test_compiled_is_eager[linear]",
+    "integrations/test_onnx.py::test_hardened_bert",
+    "ops/esp/triton/test_attention.py::test_close_numbers_beside_one_far_away[squared]",
+    "ops/esp/triton/test_attention.py::test_cross_attention[quantile-padded]",
+    "ops/esp/triton/test_attention.py::test_padded_half_precision[mean]",
+    "ops/esp/triton/test_attention.py::test_padded_half_precision[rows]",
+    "ops/esp/triton/test_attention.py::test_self_attention[full-rows]",
+    "ops/esp/triton/test_plan_kernels.py::test_plans[absolute-B1-L2-N33-D2]",
+    "ops/esp/triton/test_plan_kernels.py::test_plans[absolute-B2-L2-N11-D5]",
+    "ops/esp/triton/test_plan_kernels.py::test_plans[squared-B1-L2-N11-D4]",
+}
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.removeprefix("tests/") in SLOW:
+            item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     for item in items:

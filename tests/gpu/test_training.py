@@ -39,7 +39,7 @@ MECHANISMS = [
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    from espformer.lab.training import load_recipe
+    from espformer.lab.recipes.recipe import load_recipe
 
     monkeypatch.setenv("ESPFORMER_CACHE", str(tmp_path / "cache"))
     (tmp_path / "tiny.yaml").write_text(RECIPE, encoding="utf-8")
@@ -49,7 +49,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts how often a step is recorded: a run without any would prove nothing."""
-    from espformer.lab.training.graphs import CudaRecorder
+    from espformer.lab.training.cuda_graphs import CudaRecorder
 
     record, made = CudaRecorder.record, []
 
@@ -65,8 +65,8 @@ def train(recipe: Any, label: str, directory: Path, *overrides: str) -> dict[str
     """The last checkpoint of a run, with its results, its curves and the weights it began with."""
     from espformer.lab.training.assemble import load_task, make_learner
     from espformer.lab.training.checkpoints import read_checkpoint
-    from espformer.lab.training.figures import read_curves
-    from espformer.lab.training.runner import execute
+    from espformer.lab.training.run_directory import read_curves
+    from espformer.lab.training.trainer import execute
 
     run = recipe.run(label, overrides=overrides)
     results = execute(run, directory, progress=False)
@@ -184,7 +184,7 @@ def test_texts_of_several_widths(
 
 def test_a_data_set_that_fits_lies_on_the_device(recipe: Any) -> None:
     from espformer.lab.training.assemble import TaskData, load_task, make_learner
-    from espformer.lab.training.runner import make_trainer
+    from espformer.lab.training.trainer import make_trainer
 
     run = recipe.run("softmax")
     task = load_task(run)

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import espformer
 from espformer.lab import cli
+from espformer.lab.errors import RunError
 from espformer.lab.exporting import Exportable, export_model, open_model
-from espformer.lab.training.errors import RunError
 from espformer.nn import ESP, Softmax
 from tests.integrations.families import make
 
@@ -82,6 +82,7 @@ def test_a_run_as_onnx(digits, tmp_path):
         assert (torch.from_numpy(found) - model(images)).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 def test_weights_in_a_file_of_their_own_come_along(digits, tmp_path, monkeypatch):
     """As the exporter writes a model that is too large for one file."""
     pytest.importorskip("onnxscript")
@@ -99,7 +100,12 @@ def test_weights_in_a_file_of_their_own_come_along(digits, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("family", "mechanism"),
     [
-        pytest.param("bert", ESP(0.3, learn_temperature=True), id="bert-esp"),
+        pytest.param(
+            "bert",
+            ESP(sort_temperature=0.3, learn_temperature=True),
+            id="bert-esp",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("vit", ESP(), id="vit-esp", marks=pytest.mark.slow),
         pytest.param("roberta", None, id="roberta-original", marks=pytest.mark.slow),
     ],
@@ -111,7 +117,7 @@ def test_directories_of_transformers(family, mechanism, hugging_face, tmp_path):
 
 @pytest.mark.slow
 def test_soft_models_too(hugging_face, tmp_path):
-    source = open_model(hugging_face("bert", ESP(0.3)))
+    source = open_model(hugging_face("bert", ESP(sort_temperature=0.3)))
     assert export_model(source, tmp_path / "model.pt2", "torch", soft=True) < 1e-4
     inputs = source.example(3, 9, seed=4)
     program = torch.export.load(tmp_path / "model.pt2").module()
@@ -125,7 +131,7 @@ def test_soft_models_too(hugging_face, tmp_path):
 def test_onnx_from_a_directory(soft, hugging_face, tmp_path):
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
-    folder = hugging_face("distilbert", ESP(0.3))
+    folder = hugging_face("distilbert", ESP(sort_temperature=0.3))
     options = ["--soft"] if soft else []
     text = call("export", folder, "--to", tmp_path / "model.onnx", *options)
     assert float(text.split()[-1]) <= 1e-4

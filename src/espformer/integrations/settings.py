@@ -3,13 +3,11 @@
 import inspect
 from typing import Any
 
-from espformer.nn import ESP, Differential, Mechanism, Sinkhorn, Softmax
+from espformer.nn import MECHANISMS, Mechanism
 
 __all__ = ["mechanism_from_settings", "settings_of"]
 
-MECHANISMS: dict[str, type[Mechanism]] = {
-    cls.__name__: cls for cls in (ESP, Differential, Sinkhorn, Softmax)
-}
+_CLASSES = {cls.__name__: cls for cls in MECHANISMS.values()}
 # Arguments that a mechanism keeps under another name.
 _KEPT_AS = {"slicer": "slicer_kind", "lambda_init": "lambda_schedule"}
 
@@ -20,11 +18,12 @@ def settings_of(mechanism: Mechanism) -> dict[str, Any] | None:
     Only what differs from the defaults is named.
 
     Example:
+        >>> from espformer.nn import ESP
         >>> settings_of(ESP(sort_temperature=0.4, hard=True))
-        {'name': 'ESP', 'sort_temperature': 0.3, 'hard': True}
+        {'name': 'ESP', 'sort_temperature': 0.4, 'hard': True}
     """
     cls = type(mechanism)
-    if MECHANISMS.get(cls.__name__) is not cls:
+    if _CLASSES.get(cls.__name__) is not cls:
         return None
     settings: dict[str, Any] = {"name": cls.__name__}
     for argument, parameter in inspect.signature(cls).parameters.items():
@@ -49,13 +48,13 @@ def mechanism_from_settings(settings: dict[str, Any]) -> Mechanism:
     """
     arguments = dict(settings)
     name = arguments.pop("name", "ESP")
-    if name not in MECHANISMS:
+    if name not in _CLASSES:
         raise ValueError(
-            f"settings of a mechanism: name must be one of {', '.join(MECHANISMS)}, got {name!r}"
+            f"settings of a mechanism: name must be one of {', '.join(_CLASSES)}, got {name!r}"
         )
     if isinstance(arguments.get("base"), dict):
         arguments["base"] = mechanism_from_settings(arguments["base"])
     try:
-        return MECHANISMS[name](**arguments)
+        return _CLASSES[name](**arguments)
     except TypeError as error:
         raise ValueError(f"settings of a mechanism: {error}") from error

@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from espformer.lab.clock import Stopwatch
+
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from espformer.lab.training.events import Event, Listener
 
 DESCRIPTION = """\
 Trains five kinds of attention on handwritten digits (softmax, differential, Sinkhorn, ESP at the
@@ -56,17 +58,15 @@ class Progress:
         }
 
     @contextlib.contextmanager
-    def doing(self, name: str) -> Iterator[Callable[[str], None]]:
-        """Run a block whose printed lines move the bar; yields what sets its closing words."""
+    def doing(self, name: str) -> Iterator[tuple[Listener, Callable[[str], None]]]:
+        """Run a block; yields what takes the events of its training, and its closing words."""
         task = self.tasks[name]
         self.bars.start_task(task)
 
-        def hear(line: str) -> None:
-            epoch = re.match(r"epoch (\d+)/\d+", line)
-            accuracy = re.search(r"valid/accuracy ([\d.]+)", line)
-            told = f"accuracy {100 * float(accuracy[1]):.1f} %" if accuracy else ""
-            if epoch:
-                self.bars.update(task, completed=int(epoch[1]), told=told)
+        def hear(event: Event) -> None:
+            score = event.get("score")
+            told = "" if score is None else f"accuracy {100 * score:.1f} %"
+            self.bars.update(task, completed=event["epoch"], told=told)
 
         def close(words: str) -> None:
             total = self.bars.tasks[task].total
@@ -75,31 +75,18 @@ class Progress:
             if not self.console.is_terminal:
                 self.console.print(f"  {name}: {words}", highlight=False)
 
-        with contextlib.redirect_stdout(_Lines(hear)):
-            yield close
-
-
-class _Lines(io.TextIOBase):
-    """A stream that hands on whole lines."""
-
-    def __init__(self, hear: Callable[[str], None]) -> None:
-        self.hear, self.rest = hear, ""
-
-    def write(self, text: str) -> int:
-        *lines, self.rest = (self.rest + text).split("\n")
-        for line in lines:
-            self.hear(line)
-        return len(text)
+        with contextlib.redirect_stdout(io.StringIO()):  # the lines of a log
+            yield hear, close
 
 
 def train_all(output: Path, quick: bool, console: Console) -> list[Path]:
     """Train every attention, anneal and harden those that sort; returns their directories."""
-    from espformer.lab.training import life
-    from espformer.lab.training.config import TrainingRun
-    from espformer.lab.training.recipe import load_recipe
-    from espformer.lab.training.records import run_directory
-    from espformer.lab.training.runner import execute
-    from espformer.lab.training.specs import mechanism_uses_esp
+    from espformer.lab.recipes.build import has_sort_temperature
+    from espformer.lab.recipes.recipe import load_recipe
+    from espformer.lab.recipes.schema import TrainingRun
+    from espformer.lab.training import posttrain
+    from espformer.lab.training.run_directory import run_directory
+    from espformer.lab.training.trainer import execute
 
     recipe = load_recipe("digits")
     overrides = ["trainer.accelerator=cpu", *(QUICK if quick else ())]
@@ -109,21 +96,21 @@ def train_all(output: Path, quick: bool, console: Console) -> list[Path]:
     for run in runs:
         assert isinstance(run, TrainingRun)
         steps.append((run.label, run.trainer.epochs))
-        if mechanism_uses_esp(run.mechanism):
+        if has_sort_temperature(run.mechanism):
             steps.append((f"{run.label}, t falls", epochs))
     directories = [run_directory(output / "runs", run) for run in runs]
     progress = Progress(console, [name for name, _ in steps], [count for _, count in steps])
     shown = progress.bars if console.is_terminal else contextlib.nullcontext()
     with shown:
         for run, directory in zip(runs, directories, strict=True):
-            with progress.doing(run.label) as close:
-                results = execute(run, directory, progress=False)
+            with progress.doing(run.label) as (hear, close):
+                results = execute(run, directory, progress=False, tell=hear)
                 close(f"accuracy {results['scores']['test']:.1f} %")
-            if mechanism_uses_esp(run.mechanism):
-                with progress.doing(f"{run.label}, t falls") as close:
-                    scores = life.anneal(directory, epochs=epochs, factor=FACTOR, progress=False)[
-                        "scores"
-                    ]
+            if has_sort_temperature(run.mechanism):
+                with progress.doing(f"{run.label}, t falls") as (hear, close):
+                    scores = posttrain.anneal(
+                        directory, epochs=epochs, factor=FACTOR, progress=False, tell=hear
+                    )["scores"]
                     close(f"accuracy {scores['test']:.1f} %, hard {scores['hard']:.1f} %")
     return directories
 
@@ -165,14 +152,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="two short epochs each, in seconds")
     options = parser.parse_args(arguments)
-    started = time.perf_counter()
+    watch = Stopwatch()
     try:
         from rich.console import Console
 
+        from espformer.lab.errors import UserError
         from espformer.lab.report import write_page
         from espformer.lab.report.inspection import open_run
         from espformer.lab.report.summary import summarise
-        from espformer.lab.training.errors import UserError
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("espformer"):
             raise
@@ -195,8 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UserError, OSError) as error:
         print(f"The demo could not go on: {error}", file=sys.stderr)
         return 1
-    seconds = time.perf_counter() - started
-    print(f"Done in {seconds:.0f} s. The report is in {page.resolve()}")
+    print(f"Done in {watch.seconds:.0f} s. The report is in {page.resolve()}")
     return 0
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from espformer.integrations.onnx import export_onnx, export_program, onnx_difference
 from espformer.lab.data import Task
+from espformer.lab.errors import RunError
 from espformer.lab.training.checkpoints import read_checkpoint
-from espformer.lab.training.errors import RunError
 from espformer.lab.training.learner import MARK
 from espformer.nn import ESP, harden, soften
 
@@ -72,7 +72,7 @@ class Exportable:
 
 
 def open_model(path: Path, which: str = "last") -> Exportable:
-    """The model of a run's directory or checkpoint, or of a directory of transformers."""
+    """Return the model of a run's directory or checkpoint, or of a directory of transformers."""
     if (path / "config.json").is_file():
         return _transformers(path)
     if path.is_dir() and not (path / "config.yaml").is_file():
@@ -83,7 +83,7 @@ def open_model(path: Path, which: str = "last") -> Exportable:
     file = path / f"{which}.ckpt" if path.is_dir() else path
     checkpoint = read_checkpoint(file)
     if checkpoint[MARK]["run"].get("task") == "finetuning":
-        from espformer.lab.finetuning import load_classifier
+        from espformer.lab.training.pretrained import load_classifier
 
         model = load_classifier(file)
         config: Any = model.encoder.config
@@ -98,7 +98,7 @@ def open_model(path: Path, which: str = "last") -> Exportable:
 
 def _run(file: Path, checkpoint: dict[str, Any]) -> Exportable:
     from espformer.lab.training.assemble import load_task, load_weights, make_model
-    from espformer.lab.training.life import open_checkpoint
+    from espformer.lab.training.posttrain import open_checkpoint
 
     run, _ = open_checkpoint(file)
     if run.task == "translation":
@@ -272,7 +272,7 @@ def _write(source: Exportable, path: Path, form: str, soft: bool) -> None:
 
 
 def _compare(source: Exportable, path: Path, form: str, tolerance: float) -> float:
-    """The largest difference of a file from the model; refused above the tolerance."""
+    """Return the largest difference of a file from the model; refused above the tolerance."""
     sizes = [EXAMPLE, *OTHERS] if source.has_length else [EXAMPLE, (1, 0), (3, 0)]
     worst = 0.0
     measure = onnx_difference if form == "onnx" else _program_difference

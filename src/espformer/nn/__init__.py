@@ -15,10 +15,12 @@ from espformer.nn.differential import Differential
 from espformer.nn.esp import ESP
 from espformer.nn.mechanisms import Mechanism, Sinkhorn, Softmax
 from espformer.nn.parameters import parameter_groups
+from espformer.nn.registry import MECHANISMS
 from espformer.nn.slicers import AxisSlicer, FrozenSlicer, LearnableSlicer, Slicer, make_slicer
 
 __all__ = [
     "ESP",
+    "MECHANISMS",
     "Attention",
     "AxisSlicer",
     "ClassToken",

@@ -38,7 +38,12 @@ class ClassToken(Mechanism):
                 f"got {type(base).__name__}"
             )
         self.base = base
+        self.has_sort_temperature = base.has_sort_temperature
         self.reader = Softmax()
+
+    @property
+    def relative_cost(self) -> float:
+        return self.base.relative_cost
 
     def build(self, heads: int, head_dim: int, value_dim: int, depth: int) -> None:
         self.base = self.base.bind(heads, head_dim, value_dim=value_dim, depth=depth)

@@ -67,8 +67,13 @@ class Differential(Mechanism):
                 "(the output is multiplied by 1 - lambda_init)"
             )
         self.base = base
+        self.has_sort_temperature = base.has_sort_temperature
         self.lambda_schedule = lambda_init
         self.lambda_init = 0.8 if isinstance(lambda_init, str) else float(lambda_init)
+
+    @property
+    def relative_cost(self) -> float:
+        return 0.5 + self.base.relative_cost
 
     def build(self, heads: int, head_dim: int, value_dim: int, depth: int) -> None:
         if heads > 1 and heads % 2:

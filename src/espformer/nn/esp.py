@@ -71,6 +71,7 @@ class ESP(Mechanism):
 
     log_sort_temperature: nn.Parameter | None
     slice_logits: nn.Parameter | None
+    has_sort_temperature = True
 
     @takes_options
     def __init__(
@@ -110,6 +111,10 @@ class ESP(Mechanism):
         self.register_parameter("log_sort_temperature", None)
         self.register_parameter("slice_logits", None)
         self.sort_temperature = self.options.sort_temperature
+
+    @property
+    def relative_cost(self) -> float:
+        return 5.0 if self.balance == "both" else 4.0
 
     @property
     def sort_temperature(self) -> float | Tensor:

@@ -42,6 +42,14 @@ class Mechanism(nn.Module):
     heads: int | None = None
     head_dim: int | None = None
 
+    has_sort_temperature: bool = False
+    """Whether there is a soft sort in it, whose temperature can be annealed and hardened."""
+
+    @property
+    def relative_cost(self) -> float:
+        """About how much longer a training step takes than softmax's, for short sequences."""
+        return 1.0
+
     def forward(
         self,
         query: Tensor,
@@ -233,6 +241,10 @@ class Sinkhorn(Mechanism):
         self.epsilon = epsilon
         self.scale = scale
         self.backend = backend
+
+    @property
+    def relative_cost(self) -> float:
+        return 1.0 + 0.2 * self.iterations
 
     def forward(
         self,

@@ -1,10 +1,8 @@
 """The cache: kept, found again, never half written, and never needed."""
 
+import multiprocessing
 import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,42 +125,38 @@ def test_errors_of_the_data_are_not_errors_of_the_cache(folder):
 
 def test_what_killed_processes_left_is_swept_away(folder):
     folder.mkdir(exist_ok=True)
-    old, new = folder / "a.npy.old", folder / "a.npy.new"
+    old, new = folder / ".a.npy.old.part", folder / ".a.npy.new.part"
     for path in (old, new):
         path.write_bytes(b"half")
     ago = time.time() - 2 * cache.ABANDONED
     os.utime(old, (ago, ago))
     cached_array("a", (6, 4), np.int32, rows())
-    assert sorted(path.name for path in folder.iterdir()) == ["a.npy", "a.npy.new"]
+    assert sorted(path.name for path in folder.iterdir()) == [".a.npy.new.part", "a.npy"]
 
 
-PROGRAM = """
-import importlib.util, sys, time
-import numpy as np
-spec = importlib.util.spec_from_file_location("cache", sys.argv[1])
-cache = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(cache)
+def share(start: float) -> None:
+    """Keep the same contents as the other processes, at the same time."""
 
-def chunks():
-    for i in range(50):
-        time.sleep(0.002)  # long enough for the others to be at it too
-        yield np.full((100, 50), i, np.int32)
+    def chunks():
+        for i in range(50):
+            time.sleep(0.002)  # long enough for the others to be at it too
+            yield np.full((100, 50), i, np.int32)
 
-while time.time() < float(sys.argv[2]):
-    time.sleep(0.001)
-for turn in range(3):
-    array = cache.cached_array(f"shared{turn}", (5000, 50), np.int32, chunks)
-    assert (array.reshape(50, -1) == np.arange(50)[:, None]).all()
-    assert cache.cached_bytes(f"shared{turn}", lambda: b"x" * 100_000) == b"x" * 100_000
-"""
+    while time.time() < start:
+        time.sleep(0.001)
+    for turn in range(3):
+        array = cached_array(f"shared{turn}", (5000, 50), np.int32, chunks)
+        assert (array.reshape(50, -1) == np.arange(50)[:, None]).all()
+        assert cached_bytes(f"shared{turn}", lambda: b"x" * 100_000) == b"x" * 100_000
 
 
 def test_processes_that_write_the_same_file(folder):
-    start = str(time.time() + 1.0)
-    command = [sys.executable, "-c", PROGRAM, str(Path(cache.__file__)), start]
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(4)]
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=share, args=(time.time() + 0.3,)) for _ in range(4)]
     for process in processes:
-        _, errors = process.communicate(timeout=60)
-        assert process.returncode == 0, errors.decode()
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
     names = sorted(path.name for path in folder.iterdir())
     assert names == sorted(f"shared{turn}.{kind}" for turn in range(3) for kind in ("bin", "npy"))

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from espformer.lab import plots
 from espformer.lab.cli import app
+from espformer.lab.errors import UserError
 from espformer.lab.plots.runtime import Timing
 from espformer.lab.plots.scores import Score
 from espformer.lab.plots.softness import SoftScore
-from espformer.lab.training import UserError
 
 CSV = """\
 operator,backend,mode,tokens,heads,width,slices,dtype,milliseconds,peak_mb,error,status

@@ -1,10 +1,12 @@
 """The demonstration: what it prints is what it measured, and what is missing is told."""
 
+import io
 import re
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 from espformer.lab import demo
 from tests.lab.report.conftest import TINY
@@ -47,7 +49,7 @@ def test_finished_runs_are_kept(demonstration, page, capsys, monkeypatch):
     monkeypatch.setattr(inspection, "SCORED", 16)
     monkeypatch.setattr(demo, "QUICK", TINY)
     monkeypatch.setattr(
-        "espformer.lab.training.runner._train", lambda *a, **k: pytest.fail("trained again")
+        "espformer.lab.training.trainer._train", lambda *a, **k: pytest.fail("trained again")
     )
     before = page.read_bytes()
     assert demo.main(["--quick", "--output", str(demonstration.folder)]) == 0
@@ -80,10 +82,15 @@ def test_help_teaches(capsys):
     assert all(word in text for word in ("--quick", "--output", "examples:", "report.html"))
 
 
-def test_lines_reach_the_bar_whole():
-    heard = []
-    stream = demo._Lines(heard.append)
-    print("epoch 1/2, valid/accuracy 0.5", file=stream)
-    stream.write("epoch ")
-    stream.write("2/2\nrest")
-    assert heard == ["epoch 1/2, valid/accuracy 0.5", "epoch 2/2"]
+def test_events_move_the_bar(capsys):
+    console = Console(file=io.StringIO())
+    progress = demo.Progress(console, ["one"], [4])
+    with progress.doing("one") as (hear, close):
+        print("a line of the log")
+        hear({"state": "training", "epoch": 3, "epochs": 4, "score": 0.5})
+        (task,) = progress.bars.tasks
+        assert (task.completed, task.fields["told"]) == (3, "accuracy 50.0 %")
+        close("well done")
+    assert task.completed == 4
+    assert capsys.readouterr().out == "", "what training prints goes elsewhere"
+    assert "one: well done" in console.file.getvalue()

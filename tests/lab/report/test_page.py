@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from espformer.lab.cli import app
+from espformer.lab.errors import RunError
 from espformer.lab.report import page as page_module
 from espformer.lab.report.svg import Series, line_chart, log_ticks, ticks
-from espformer.lab.training import RunError
 from tests.lab.report.browser import Browser, find_browser
 
 needs_browser = pytest.mark.skipif(

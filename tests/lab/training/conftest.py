@@ -1,55 +1,43 @@
-"""A recipe so small that a run of it takes a second: digits cut into four patches."""
+"""A tiny encoder with a tokenizer of its own, and tiny texts, for fine-tuning in a second."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("lightning")
 
-TINY = """\
-title: Tiny
-task: classification
-mechanisms:
-  transformer: softmax
-  espformer: {esp: {sort_temperature: 0.1, metric: squared}}
-  learnt: {esp: {sort_temperature: 0.1, learn_temperature: true}}
-data:
-  set: digits
-  batch_size: 32
-  eval_batch_size: 400
-model:
-  vit: {patch_size: 4, dim: 8, depth: 1, heads: 2, head_dim: 4, mlp_dim: 8, pool: mean}
-optimizer: {name: adam, learning_rate: 1e-2}
-trainer:
-  epochs: 2
-  accelerator: cpu
-  limit_batches: 3
-  attention_statistics: false
-grid:
-  seeds: [0, 1]
-  settings:
-    plain: {}
-    smooth: {label_smoothing: 0.1}
-"""
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory) -> Path:
+    from espformer.lab.data.make_tiny import make_tiny
+
+    return make_tiny(tmp_path_factory.mktemp("texts"))
 
 
-@pytest.fixture(autouse=True)
-def _one_place(monkeypatch, tmp_path):
-    """Nothing is looked for, or left, outside the test's own folder."""
-    monkeypatch.setenv("ESPFORMER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("ESPFORMER_DATA", raising=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+@pytest.fixture(scope="session")
+def encoder(tmp_path_factory) -> Path:
+    """The directory of a BERT whose words are the syllables of the tiny texts."""
+    pytest.importorskip("transformers")
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
+    from espformer.lab.data.make_tiny import WORDS
 
-@pytest.fixture
-def tiny(tmp_path) -> Path:
-    path = tmp_path / "tiny.yaml"
-    path.write_text(TINY, encoding="utf-8")
-    return path
-
-
-@pytest.fixture
-def recipe(tiny):
-    from espformer.lab.training import load_recipe
-
-    return load_recipe(tiny)
+    directory = tmp_path_factory.mktemp("models") / "tiny-bert"
+    vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
+    fast.save_pretrained(directory)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(vocabulary), hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=64, initializer_range=0.3,
+    )  # fmt: skip
+    BertModel(config).half().save_pretrained(directory)
+    assert json.loads((directory / "config.json").read_text("utf-8"))["dtype"] == "float16"
+    return directory

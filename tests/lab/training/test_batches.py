@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from espformer.lab.training import RunError
+from espformer.lab.errors import RunError
 from espformer.lab.training.batches import SeededBatches, make_loader, mix_seed
 
 

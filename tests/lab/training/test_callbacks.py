@@ -6,18 +6,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from espformer.lab.recipes.schema import Annealing, StraightThrough
 from espformer.lab.training.callbacks import (
     AnnealTemperature,
     StraightThroughShare,
     attention_statistics,
 )
-from espformer.lab.training.config import Annealing, StraightThrough
 from espformer.lab.training.learner import Learner
 from espformer.nn import ESP, Attention, Sinkhorn, get_sort_temperatures
 
 
 def learner(**options):
-    module = Learner(run=None, model=Attention(8, 2, ESP(1e-3, **options)))  # type: ignore[arg-type]
+    module = Learner(run=None, model=Attention(8, 2, ESP(sort_temperature=1e-3, **options)))  # type: ignore[arg-type]
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
     return module
 

@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from espformer.lab.training import RunError
+from espformer.lab.errors import RunError
+from espformer.lab.files import check_directory, write_atomically
 from espformer.lab.training.checkpoints import (
     AtomicCheckpointIO,
-    check_directory,
     read_checkpoint,
-    write_atomically,
 )
 from espformer.lab.training.learner import MARK
-from espformer.lab.training.runner import execute
+from espformer.lab.training.trainer import execute
 
 
 class Code:

@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from espformer.lab.training import load_recipe
-from espformer.lab.training.figures import read_curves
-from espformer.lab.training.runner import execute
+from espformer.lab.recipes.recipe import load_recipe
+from espformer.lab.training.run_directory import read_curves
+from espformer.lab.training.trainer import execute
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,16 +10,19 @@ import time
 import pytest
 from rich.console import Console
 
-from espformer.lab.training import RunError, experiments, load_recipe
-from espformer.lab.training.estimate import Estimator, words
+from espformer.lab.clock import in_words
+from espformer.lab.errors import RunError
+from espformer.lab.files import lock
+from espformer.lab.recipes.recipe import load_recipe
+from espformer.lab.results.collect import collect, write_report
+from espformer.lab.results.figures import plot_experiment, plot_run
+from espformer.lab.results.paper_numbers import TABLES, Number
+from espformer.lab.results.result_files import read_file
+from espformer.lab.results.result_tables import markdown, summarise
+from espformer.lab.training import experiments
 from espformer.lab.training.experiments import do_all, plan, rough_work, seed_by_seed
-from espformer.lab.training.figures import plot_experiment, plot_run
-from espformer.lab.training.paper_numbers import TABLES, Number
-from espformer.lab.training.records import only_one
-from espformer.lab.training.report import collect, write_report
-from espformer.lab.training.results import read_file
-from espformer.lab.training.runner import execute
-from espformer.lab.training.section import markdown, summarise
+from espformer.lab.training.timing import Estimator
+from espformer.lab.training.trainer import execute
 
 QUIET = Console(quiet=True)
 
@@ -288,7 +291,7 @@ def test_forks_end_with_their_parent(tiny, tmp_path):
 
     def free():
         try:
-            with only_one(directory / ".lock"):
+            with lock(directory / ".lock", wait=False):
                 return True
         except RunError:
             return False
@@ -426,4 +429,4 @@ def test_estimate(recipe):
     missing = recipe.run(overrides=["data.set=mnist", "data.directory=/nowhere"])
     assert estimate(missing).seconds is None
     assert "mnist" in estimate(missing).reason
-    assert [words(s) for s in (5, 100, 7000, 10**6)] == ["5 s", "1.7 min", "1.9 h", "11.6 days"]
+    assert [in_words(s) for s in (5, 100, 7000, 10**6)] == ["5 s", "1.7 min", "1.9 h", "11.6 days"]

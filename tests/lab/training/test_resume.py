@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from espformer.lab.training import load_recipe
+from espformer.lab.recipes.recipe import load_recipe
 from espformer.lab.training.checkpoints import AtomicCheckpointIO
 from espformer.lab.training.learner import MARK
-from espformer.lab.training.runner import execute
+from espformer.lab.training.trainer import execute
 
 # Everything that has a state: dropout, learnt temperatures that are annealed, milestones.
 STATEFUL = [

@@ -1,4 +1,4 @@
-"""What is measured, and what was found."""
+"""A case, which is to be measured, and the measurement of one."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class Case:
         ]
 
     def shrunk(self, factor: int) -> Case:
-        """The same with `factor` times fewer tokens and heads, to try things out."""
+        """Return the same with `factor` times fewer tokens and heads, to try things out."""
         tokens, heads = max(4, self.tokens // factor), max(2, self.heads // factor)
         return replace(self, tokens=tokens, heads=min(self.heads, heads))
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a case took; numbers that could not be had are NaN."""
+    """The measurement of a case; numbers that could not be had are NaN."""
 
     case: Case
     milliseconds: float = math.nan  # median of calls, as a program would make them
@@ -81,7 +81,7 @@ class Measurement:
 
 
 def largest_error(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
-    """The largest ``‖got - want‖ / ‖want‖`` of two lists of tensors; NaN stays NaN."""
+    """Return the largest ``‖got - want‖ / ‖want‖`` of two lists of tensors; NaN stays NaN."""
     tiny = torch.finfo(torch.float64).tiny
     errors = [
         (a.double() - b.double()).norm() / b.double().norm().clamp(min=tiny)

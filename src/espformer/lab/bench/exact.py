@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from espformer import functional
+from espformer.lab.bench.attentions import ESP, SINKHORN, Attention, differential, esp
 from espformer.lab.bench.cases import Case
-from espformer.lab.bench.operators import ESP, SINKHORN, Attention, differential, esp
 
 __all__ = ["Oracle", "checked_heads", "results"]
 
@@ -41,7 +41,7 @@ def results(
 
 
 def checked_heads(case: Case) -> list[int]:
-    """The first and the last head; differential attention works on pairs of them.
+    """Return the first and the last head; differential attention works on pairs of them.
 
     The last alone of long sequences, whose float64 result takes seconds.
     """
@@ -67,7 +67,7 @@ class Oracle:
         )  # fmt: skip
 
     def __call__(self, case: Case) -> list[Tensor]:
-        """The output, and the gradients if the case has them, of the checked heads."""
+        """Return the output, and the gradients if the case has them, of the checked heads."""
         key = self._key(case)
         if key not in self._found:
             heads = checked_heads(case)

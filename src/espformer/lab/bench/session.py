@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from espformer.lab.bench import display
+from espformer.lab.bench import terminal
 from espformer.lab.bench.cases import Measurement
-from espformer.lab.bench.conditions import machine
-from espformer.lab.bench.report import file_stem, is_failure, write
-from espformer.lab.bench.runner import run_cases
+from espformer.lab.bench.measure import run_cases
 from espformer.lab.bench.suites import SUITES, pick_device, select
+from espformer.lab.bench.tables import file_stem, is_failure, write
+from espformer.lab.machine import machine
 
 __all__ = ["run"]
 
@@ -51,19 +51,19 @@ def run(
     good = True
     for suite, cases in chosen.items():
         command = [*program, *_without_output(arguments)]
-        stated = machine(command, where) | display.told(cases, row_seconds)
+        stated = machine(command, where) | terminal.told(cases, row_seconds)
         title = (SUITES[suite].__doc__ or suite).splitlines()[0].rstrip(".")
         stem = None if output is None else output / file_stem(suite, where)
         rows: list[Measurement] = []
-        with display.progress(suite, len(cases)) as show:
+        with terminal.progress(suite, len(cases)) as show:
             for row in run_cases(cases, where, row_seconds=row_seconds):
                 rows.append(row)
                 show(row)
                 if stem is not None:  # row by row: what is known is kept, whatever comes next
                     write(stem, title, rows, stated)
-        display.print_tables(rows, stated)
+        terminal.print_tables(rows, stated)
         if stem is not None:
-            for path in write(stem, title, rows, stated) + display.plot(stem, rows, stated):
+            for path in write(stem, title, rows, stated) + terminal.plot(stem, rows, stated):
                 print(f"written: {path}")
         good = good and not is_failure(rows)
     return good

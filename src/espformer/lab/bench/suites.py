@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 import torch
 
+from espformer.lab.bench.attentions import OPERATORS, SINKHORN
 from espformer.lab.bench.cases import MODES, TOLERANCES, Case
-from espformer.lab.bench.operators import OPERATORS, SINKHORN
 from espformer.lab.bench.targets import target_cases
 
 __all__ = ["SUITES", "pick_device", "select"]

@@ -71,7 +71,7 @@ def judge(target: Target, found: Found) -> Verdict:
 
 
 def _replayed(row: Measurement) -> Measurement:
-    """The row with the time of the replayed graph as its time."""
+    """Return the row with the time of the replayed graph as its time."""
     return replace(row, milliseconds=row.graph_milliseconds)
 
 
@@ -84,12 +84,12 @@ def _megabytes(rows: Sequence[Measurement]) -> float:
 
 
 def _times_faster(rows: Sequence[Measurement]) -> float:
-    """How much longer the second row takes than the first."""
+    """Say how much longer the second row takes than the first."""
     return rows[1].milliseconds / rows[0].milliseconds
 
 
 def _faster_from(rows: Sequence[Measurement]) -> float:
-    """The smallest number of tokens from which every first of a pair beats the second."""
+    """Return the smallest number of tokens from which every first of a pair beats the second."""
     pairs = sorted(zip(rows[::2], rows[1::2], strict=True), key=lambda pair: pair[0].case.tokens)
     if any(math.isnan(row.milliseconds) for pair in pairs for row in pair):
         return math.nan
@@ -168,5 +168,5 @@ TARGETS: tuple[Target, ...] = (
 
 
 def target_cases() -> list[Case]:
-    """Every row that a target needs, once."""
+    """Return every row that a target needs, once."""
     return list(dict.fromkeys(case for target in TARGETS for case in target.cases))

@@ -1,4 +1,4 @@
-"""What every data set becomes: a :class:`Task`, its splits, and how a batch is made of them.
+"""The form that every data set takes: a :class:`Task`, its splits, and its batches.
 
 A batch is a dict of tensors:
 
@@ -19,10 +19,12 @@ key             shape                   content
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -31,7 +33,14 @@ from torch.utils.data import Dataset
 if TYPE_CHECKING:
     from espformer.lab.data.vocabulary import Vocabulary
 
-__all__ = ["Batch", "Task", "TensorSet", "collate"]
+__all__ = [
+    "Batch", "Task", "TensorSet", "check_fraction", "collate", "digest", "hold_out", "sizes",
+    "stratified",
+]  # fmt: skip
+
+# Different uses of one seed must not draw the same numbers. Draws come from
+# ``numpy.random.RandomState``, whose stream numpy keeps unchanged for ever.
+SUBSET, VALIDATION, TEST, POOL = range(4)
 
 Batch = dict[str, Tensor]
 Indices = Sequence[int] | Tensor
@@ -131,7 +140,7 @@ class TensorSet(Dataset[Batch]):
         return TensorSet(self.inputs.index_select(0, there), self.labels[there], lengths)
 
     def to(self, device: str | torch.device) -> TensorSet:
-        """The whole set on this device."""
+        """Return the whole set on this device."""
         return TensorSet(self.inputs.to(device), self.labels.to(device), self.lengths)
 
 
@@ -211,15 +220,69 @@ class Task:
     def prepare(
         self, inputs: Tensor, *, training: bool, generator: torch.Generator | None = None
     ) -> Tensor:
-        """What the network is given for the stored inputs of a batch, on their device."""
+        """Turn the stored inputs of a batch into those of the network, on their device."""
         if training and self.augment is not None:
             inputs = self.augment(inputs, generator)
         return inputs if self.normalise is None else self.normalise(inputs)
 
     def to(self, device: str | torch.device) -> Task:
-        """The same task with all splits on this device, for sets that fit there."""
+        """Return the same task with all splits on this device, for sets that fit there."""
         moved = {name: split.to(device) for name, split in self.splits.items()}  # type: ignore[attr-defined]
         for module in (self.augment, self.normalise):
             if module is not None:
                 module.to(device)
         return replace(self, **moved)
+
+
+def stratified(
+    labels: Tensor, fraction: float, seed: int, purpose: int = SUBSET
+) -> tuple[Tensor, Tensor]:
+    """Indices of a share of each class (at least one example), and of all the others, sorted.
+
+    With one seed, a smaller share is part of a larger one.
+
+    Example:
+        >>> chosen, others = stratified(torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]), 0.25, seed=0)
+        >>> len(chosen), len(others)
+        (2, 6)
+    """
+    random = np.random.RandomState([seed, purpose])
+    classes = labels.cpu().numpy()
+    chosen, others = [], []
+    for label in np.unique(classes):
+        members = random.permutation(np.flatnonzero(classes == label))
+        count = max(1, round(fraction * len(members)))
+        chosen.append(members[:count])
+        others.append(members[count:])
+    return (
+        torch.from_numpy(np.sort(np.concatenate(chosen))),
+        torch.from_numpy(np.sort(np.concatenate(others))),
+    )
+
+
+def hold_out(data: TensorSet, fraction: float, seed: int) -> tuple[TensorSet, TensorSet | None]:
+    """Return the set without, and with only, a share of each class; nothing is held out at 0."""
+    if fraction == 0:
+        return data, None
+    held, kept = stratified(data.labels, fraction, seed, VALIDATION)
+    return data.subset(kept), data.subset(held)
+
+
+def sizes(train: TensorSet, valid: TensorSet | None, test: TensorSet) -> dict[str, int]:
+    """Number of examples of each split that there is."""
+    splits = {"train": train, "valid": valid, "test": test}
+    return {name: len(split) for name, split in splits.items() if split is not None}
+
+
+def digest(indices: Tensor) -> str:
+    """sha256 of a choice of examples, by which two runs can tell that they chose the same."""
+    return hashlib.sha256(indices.cpu().numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def check_fraction(name: str, option: str, value: float, *, whole: bool) -> None:
+    """Refuse a share outside (0, 1], or outside [0, 1) where the whole makes no sense."""
+    if whole and not 0 < value <= 1:
+        percent = f" (for {value:g} % pass {option}={value / 100:g})" if value > 1 else ""
+        raise ValueError(f"load('{name}'): {option} must be in (0, 1], got {value}{percent}")
+    if not whole and not 0 <= value < 1:
+        raise ValueError(f"load('{name}'): {option} must be in [0, 1), got {value}")

@@ -1,4 +1,4 @@
-"""What was computed from a data set once and is worth keeping: decoded images, token ids.
+"""A cache of what was computed from a data set: decoded images, token ids.
 
 Files lie in ``ESPFORMER_CACHE``, or ``~/.cache/espformer``; their names are hashes of all that the
 content depends on, so nothing in there is ever out of date and all of it may be deleted. A file is
@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from espformer.lab.files import replacing
 
 __all__ = ["CacheWarning", "cache_key", "cached_array", "cached_bytes", "directory"]
 
@@ -34,7 +35,7 @@ class CacheWarning(UserWarning):
 
 
 def directory() -> Path:
-    """The folder of the cache; it need not exist."""
+    """Return the folder of the cache; it need not exist."""
     return Path(os.path.expanduser(os.environ.get(ENVIRONMENT) or "~/.cache/espformer"))
 
 
@@ -50,7 +51,7 @@ def cache_key(kind: str, *parts: Any) -> str:
 
 
 def cached_bytes(key: str, build: Callable[[], bytes]) -> bytes:
-    """The bytes kept under this key, or newly built ones, which are then kept."""
+    """Return the bytes kept under this key, or newly built ones, which are then kept."""
     name = f"{key}.bin"
     with contextlib.suppress(OSError):
         digest, _, content = (directory() / name).read_bytes().partition(b"\n")
@@ -66,7 +67,7 @@ def cached_bytes(key: str, build: Callable[[], bytes]) -> bytes:
 def cached_array(
     key: str, shape: tuple[int, ...], dtype: Any, chunks: Callable[[], Iterable[Array]]
 ) -> Array:
-    """The array kept under this key, mapped into memory rather than read.
+    """Return the array kept under this key, mapped into memory rather than read.
 
     Args:
         key: from :func:`cache_key`.
@@ -109,31 +110,27 @@ def _npy(shape: tuple[int, ...], dtype: Any, chunks: Iterable[Array]) -> Iterato
 
 
 def _write(name: str, parts: Iterable[bytes]) -> None:
-    folder = directory()
-    with _storing():
-        folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder, name)
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix=f"{name}.")
     try:
+        _sweep(directory(), name)
         # Written, not mapped: a full disk is then an error to catch, not the end of the process.
-        with open(handle, "wb") as file:
-            for part in parts:
-                with _storing():
-                    file.write(part)
-            with _storing():
-                file.flush()
-                os.fsync(file.fileno())
-        with _storing():
-            os.replace(temporary, folder / name)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+        with replacing(directory() / name) as temporary, open(temporary, "wb") as file:
+            file.writelines(_readable(parts))
+    except OSError as error:
+        raise _CannotStore(str(error)) from error
+    except _CannotRead as error:
+        raise error.reason from None
+
+
+def _readable(parts: Iterable[bytes]) -> Iterator[bytes]:
+    try:
+        yield from parts
+    except OSError as error:
+        raise _CannotRead(error) from error
 
 
 def _sweep(folder: Path, name: str) -> None:
     """Remove what killed processes left of this file, long ago."""
-    for left in folder.glob(f"{name}.*"):
+    for left in folder.glob(f".{name}.*.part"):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > ABANDONED:
                 left.unlink()
@@ -143,12 +140,11 @@ class _CannotStore(Exception):
     """An OSError of the cache itself, told apart from those of reading the data."""
 
 
-@contextlib.contextmanager
-def _storing() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _CannotStore(str(error)) from error
+class _CannotRead(Exception):
+    """An OSError of reading the data that a cached file is made of."""
+
+    def __init__(self, reason: OSError) -> None:
+        self.reason = reason
 
 
 @contextlib.contextmanager

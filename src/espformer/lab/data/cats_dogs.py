@@ -8,42 +8,24 @@ squeezed to [0, 1] and nothing else; random resized crops and mirroring in train
 from pathlib import Path
 from typing import Literal
 
-from espformer.lab.data.base import Task, TensorSet
-from espformer.lab.data.files import Files, Hub, Source, find
+from espformer.lab.data.base import (
+    TEST,
+    Task,
+    TensorSet,
+    check_fraction,
+    digest,
+    hold_out,
+    sizes,
+    stratified,
+)
+from espformer.lab.data.files import Files, find, source_of
 from espformer.lab.data.reading import read_images, read_labels, read_table
-from espformer.lab.data.splits import TEST, check_fraction, digest, hold_out, sizes, stratified
 from espformer.lab.data.text import check_sizes
 from espformer.lab.data.transforms import Normalise, RandomResizedCrop
 
 __all__ = ["SOURCE", "load"]
 
-COLUMNS = "image (encoded, 224x224 RGB), label (0 = cat, 1 = dog)"
-SOURCE = Source(
-    name="cats_dogs",
-    folder="cats_dogs",
-    splits={"train": (("train*.parquet",),), "test": (("test*.parquet",),)},
-    layout={"train-00.parquet": COLUMNS, "train-01.parquet": "more", "test.parquet": COLUMNS},
-    where="microsoft/cats_vs_dogs on the hub.",
-    licence="Microsoft Research and Petfinder (Asirra), for research",
-    rows={"train": 20_000, "test": 5_000},
-    sums={
-        "train-00.parquet": (
-            (21_796_197, "6292907f5ebc54d2bbc0b13ede48c9a7f9782ec658061c27cfe990b528251a55"),
-        ),
-        "train-01.parquet": (
-            (21_656_380, "1c93a32351dbdf2d7ad5b72a1b04403fb695f013495ca2eb2b4c2df0e6396734"),
-        ),
-        "test.parquet": (
-            (17_113_760, "0602ca671f922a890cba15d7ce5f9d161a1b9c908d869ad717f2e9cfab17a758"),
-        ),
-    },
-    notes=(
-        "a random, class-balanced draw of the 25,000 images without duplicates; the paper trains "
-        "on 80 % of them and tests on the rest",
-        "images were cut to a central square rather than squeezed, and stored as JPEG again",
-    ),
-    hub=Hub("microsoft/cats_vs_dogs", "default", {"train": "train", "test": "train"}),
-)
+SOURCE = source_of("cats_dogs")
 
 NORMALISATIONS = {
     "unit": ([0.0] * 3, [1.0] * 3),

@@ -15,8 +15,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from espformer.lab.data.base import Task, TensorSet
-from espformer.lab.data.splits import TEST, check_fraction, hold_out, sizes, stratified
+from espformer.lab.data.base import (
+    TEST,
+    Task,
+    TensorSet,
+    check_fraction,
+    hold_out,
+    sizes,
+    stratified,
+)
 from espformer.lab.data.transforms import Normalise
 
 __all__ = ["load"]

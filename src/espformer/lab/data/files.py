@@ -13,12 +13,22 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DataError", "DataMissing", "Files", "Hub", "Source", "find", "require", "sha256"]
+__all__ = [
+    "DataError",
+    "DataMissing",
+    "Files",
+    "Hub",
+    "Source",
+    "find",
+    "require",
+    "sha256",
+    "source_of",
+]
 
 ENVIRONMENT = "ESPFORMER_DATA"
 MANIFEST = "SHA256SUMS"
@@ -65,17 +75,17 @@ class Source:
 
     name: str
     folder: str
-    splits: Mapping[str, tuple[tuple[str, ...], ...]]
+    splits: Mapping[str, Sequence[Sequence[str]]]
     layout: Mapping[str, str]
     where: str
     licence: str
     rows: Mapping[str, int] = field(default_factory=dict)
-    sums: Mapping[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    sums: Mapping[str, Sequence[Sequence[Any]]] = field(default_factory=dict)
+    notes: Sequence[str] = ()
     hub: Hub | None = None
 
     def tree(self) -> str:
-        """The folder tree that is looked for, a line for each file."""
+        """Return the folder tree that is looked for, a line for each file."""
         width = max(map(len, self.layout))
         lines = [f"    {file:<{width}}  {content}" for file, content in self.layout.items()]
         return "\n".join(["DIR/", f"  {self.folder}/", *lines])
@@ -97,7 +107,7 @@ class Files:
         return [self.sums[path] for path in self.splits[split]]
 
     def info(self, sizes: Mapping[str, int], found: Mapping[str, int]) -> dict[str, Any]:
-        """What ``Task.info`` says about where the data came from.
+        """Describe where the data came from, for ``Task.info``.
 
         Args:
             sizes: examples of each split of the task.
@@ -118,6 +128,16 @@ class Files:
             "licence": self.source.licence,
             "differences": differences,
         }
+
+
+def source_of(name: str) -> Source:
+    """Return the source of a data set, as `sources.yaml` describes it."""
+    import yaml
+
+    path = Path(__file__).with_name("sources.yaml")
+    raw = yaml.safe_load(path.read_text(encoding="utf-8"))[name]
+    hub = raw.pop("hub", None)
+    return Source(name, hub=None if hub is None else Hub(**hub), **raw)
 
 
 def require(module: str) -> Any:

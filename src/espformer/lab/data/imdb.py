@@ -10,35 +10,14 @@ from typing import Literal
 import numpy as np
 import torch
 
-from espformer.lab.data.base import Task
-from espformer.lab.data.files import Files, Hub, Source, find
+from espformer.lab.data.base import POOL, Task, check_fraction
+from espformer.lab.data.files import Files, find, source_of
 from espformer.lab.data.reading import read_labels, read_table, read_texts
-from espformer.lab.data.splits import POOL, check_fraction
 from espformer.lab.data.text import Texts, text_task
 
 __all__ = ["SOURCE", "load"]
 
-SOURCE = Source(
-    name="imdb",
-    folder="imdb",
-    splits={"train": (("train*.parquet",),), "test": (("test*.parquet",),)},
-    layout={
-        "train.parquet": "text, label (0 = negative, 1 = positive); 25,000 rows",
-        "test.parquet": "the same",
-    },
-    where="stanfordnlp/imdb on the hub.",
-    licence="Large Movie Review Dataset, free for research, cite Maas et al. 2011",
-    rows={"train": 25_000, "test": 25_000},
-    sums={
-        "train.parquet": (
-            (11_021_612, "66fbbfa7ddb33c35da742ddd8b1436f0fd81d378f2b8fc3e89fbd8528e992f5b"),
-        ),
-        "test.parquet": (
-            (10_777_517, "5a77247859a92cb27d232889c445fd4bb852832b30be9a4e7ade2235461b988d"),
-        ),
-    },
-    hub=Hub("stanfordnlp/imdb", "plain_text", {"train": "train", "test": "test"}),
-)
+SOURCE = source_of("imdb")
 
 
 def load(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from espformer.lab.data.base import Task
-from espformer.lab.data.files import DataError, Source, find
+from espformer.lab.data.files import DataError, find, source_of
 from espformer.lab.data.translation import read_pairs, translation_task
 
 __all__ = ["SOURCE", "load"]
@@ -19,41 +19,7 @@ def _ways(*names: str) -> tuple[tuple[str, ...], ...]:
     return *parquet, (f"{names[0]}.de", f"{names[0]}.en")
 
 
-SOURCE = Source(
-    name="iwslt14",
-    folder="iwslt14_de_en",
-    splits={
-        "train": _ways("train", "train_subset"),
-        "valid": _ways("valid"),
-        "test": _ways("test"),
-    },
-    layout={
-        "train.parquet": "de, en; or as plain text: train.de and train.en, a sentence on each line",
-        "valid.parquet": "the same",
-        "test.parquet": "the same",
-    },
-    where=(
-        "run prepare-iwslt14.sh of fairseq (examples/translation); train, valid and test in its "
-        "folder iwslt14.tokenized.de-en/tmp are the plain text that is meant below."
-    ),
-    licence="TED transcripts, (c) TED Conferences LLC, CC BY-NC-ND 3.0",
-    rows={"train": 160_239, "valid": 7_283, "test": 6_750},
-    sums={
-        "train_subset.parquet": (
-            (4_411_645, "70802ca3773dd6209639b4fb003ebb7d7350e8855dc92ac34f0179833f8e38b0"),
-        ),
-        "valid.parquet": (
-            (522_666, "4fb52ddaf375505efde54316af8bbd88463c1965c78319a1ea12e8045215515a"),
-        ),
-        "test.parquet": (
-            (436_674, "7e3f6cba64d6a97c2df6fad8f6b503ccdb921be3212d283655be4769c91dcd63"),
-        ),
-    },
-    notes=(
-        "the training split is a part of the published one, with talks of IWSLT'17 beside it: "
-        "scores cannot be compared with published ones",
-    ),
-)
+SOURCE = source_of("iwslt14")
 
 
 def load(

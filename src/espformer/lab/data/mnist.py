@@ -4,32 +4,14 @@ from pathlib import Path
 
 import torch
 
-from espformer.lab.data.base import Task, TensorSet
-from espformer.lab.data.files import Files, Hub, Source, find
+from espformer.lab.data.base import Task, TensorSet, check_fraction, hold_out, sizes
+from espformer.lab.data.files import Files, find, source_of
 from espformer.lab.data.reading import read_images, read_labels, read_npz, read_table
-from espformer.lab.data.splits import check_fraction, hold_out, sizes
 from espformer.lab.data.transforms import Normalise
 
 __all__ = ["SOURCE", "load"]
 
-SOURCE = Source(
-    name="mnist",
-    folder="mnist",
-    splits={"train": (("mnist.npz",),), "test": (("mnist.npz",),)},
-    layout={
-        "mnist.npz": "x_train (60000, 28, 28) uint8, y_train (60000,) uint8, x_test, y_test",
-    },
-    where="ylecun/mnist on the hub, or the mnist.npz that Keras uses.",
-    licence="LeCun, Cortes & Burges; commonly listed as CC BY-SA 3.0",
-    rows={"train": 60_000, "test": 10_000},
-    sums={
-        "mnist.npz": (
-            (11_490_519, "06af5dfe73b70e3bc1c36439982b18a8d76803db9b544f6fdf838a37fbb01b64"),
-            (11_490_434, "731c5ac602752760c8e48fbffcf8c3b850d9dc2a2aedcf2cc48468fc17b673d1"),
-        )
-    },
-    hub=Hub("ylecun/mnist", "mnist", {"train": "train", "test": "test"}),
-)
+SOURCE = source_of("mnist")
 
 MEAN, STD = 0.1307, 0.3081
 

@@ -10,10 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from espformer.lab.data.base import Task, TensorSet
-from espformer.lab.data.files import DataError, Files, Source, find
+from espformer.lab.data.base import Task, TensorSet, check_fraction, hold_out, sizes
+from espformer.lab.data.files import DataError, Files, find, source_of
 from espformer.lab.data.reading import read_labels, read_npz
-from espformer.lab.data.splits import check_fraction, hold_out, sizes
 from espformer.lab.data.transforms import PointCloudAugment, RotateScale
 
 __all__ = ["SOURCE", "load"]
@@ -21,34 +20,7 @@ __all__ = ["SOURCE", "load"]
 POINTS, CLASSES = 1024, 40
 # Coordinates are stored as multiples of 1/2048.
 STEPS = 2048
-CONTENT = (
-    "points_i16 (N, 1024, 3) int16 = coordinates * 2048, label (N,) uint8, "
-    "class_names (40,) in the order of the labels"
-)
-SOURCE = Source(
-    name="modelnet40",
-    folder="modelnet40",
-    splits={"train": (("train*.npz",),), "test": (("test*.npz",),)},
-    layout={"train_0.npz": CONTENT, "train_1.npz": "more", "test.npz": "the same"},
-    where=(
-        "ModelNet40 of Princeton (modelnet.cs.princeton.edu); sample 1,024 points on each mesh, "
-        "subtract their mean, divide by the largest norm, multiply by 2048 and round."
-    ),
-    licence="Princeton ModelNet, for research; the meshes belong to their authors",
-    rows={"train": 9_843, "test": 2_468},
-    sums={
-        "train_0.npz": (
-            (24_063_869, "9632ac51f9f027bd7727e588e17853cf268e0acd8041e14963bf1c5df947d427"),
-        ),
-        "train_1.npz": (
-            (24_047_576, "166a3670a77b5702c4571f826520f1654be42242309aa12a81a1a7bf58c71794"),
-        ),
-        "test.npz": (
-            (12_021_883, "144fe3ae114def27c0c8d71139daf4e9e7552d6ffeafb57a498b4baa92152707"),
-        ),
-    },
-    notes=("1,024 points of each object, rounded to 1/2048; the paper samples 5,000 for sets",),
-)
+SOURCE = source_of("modelnet40")
 
 
 def load(

@@ -69,7 +69,7 @@ def read_table(paths: Sequence[Path], columns: Mapping[str, tuple[str, ...]]) ->
 
 
 def read_texts(table: Any, column: str, paths: Sequence[Path]) -> list[str]:
-    """A column of texts, none of them missing."""
+    """Return a column of texts, none of them missing."""
     texts = table[column].to_pylist()
     for row, text in enumerate(texts):
         if not isinstance(text, str):
@@ -91,7 +91,7 @@ def read_labels(labels: Any, classes: int, paths: Sequence[Path]) -> Tensor:
 
 
 def read_images(paths: Sequence[Path], content: list[str], *, size: int, channels: int) -> Tensor:
-    """The column ``image`` of parquet files, decoded once and kept in the cache.
+    """Return the column ``image`` of parquet files, decoded once and kept in the cache.
 
     Images of another size are resized to (size, size), bilinearly.
 

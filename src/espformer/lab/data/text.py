@@ -1,11 +1,10 @@
-"""What the data sets of labelled texts share: a vocabulary, token ids, a task."""
+"""Data sets of labelled texts: a vocabulary, token ids, a task."""
 
 import torch
 from torch import Tensor
 
-from espformer.lab.data.base import Task, TensorSet
+from espformer.lab.data.base import Task, TensorSet, hold_out
 from espformer.lab.data.files import Files
-from espformer.lab.data.splits import hold_out
 from espformer.lab.data.vocabulary import Ragged, Vocabulary, encode
 
 __all__ = ["Texts", "check_sizes", "text_task"]
@@ -32,7 +31,7 @@ def text_task(
     seed: int,
     found: dict[str, int] | None = None,
 ) -> Task:
-    """A task of labelled texts: the vocabulary is learnt from the split `train`.
+    """Return a task of labelled texts: the vocabulary is learnt from the split `train`.
 
     Args:
         files: where the texts came from.

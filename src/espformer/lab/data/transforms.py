@@ -1,4 +1,4 @@
-"""What is done to a batch of images or point clouds on the device, before the network sees it.
+"""Transforms of a batch of images or point clouds on the device, before the network sees it.
 
 Random draws come from the generator that the call is given (on the generator's device), or else
 from torch's own generator of the device of the inputs: either way a seed determines them.

@@ -1,4 +1,4 @@
-"""What the data sets of sentence pairs share: a joint vocabulary, pairs of token ids, a task."""
+"""Data sets of sentence pairs: a joint vocabulary, pairs of token ids, a task."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class PairSet(Dataset[Batch]):
         return self.batch(indices)
 
     def to(self, device: str | torch.device) -> PairSet:
-        """The same set with its tokens on this device."""
+        """Return the same set with its tokens on this device."""
         source = Ragged(self.source.tokens.to(device), self.source.starts)
         target = Ragged(self.target.tokens.to(device), self.target.starts)
         return PairSet(source, target, self.source_texts, self.target_texts)
@@ -133,7 +133,7 @@ def translation_task(
     vocabulary_size: int,
     **info: Any,
 ) -> Task:
-    """A task of sentence pairs, German to English, with one vocabulary for both languages.
+    """Return a task of sentence pairs, German to English, with one vocabulary for both languages.
 
     Training pairs with a sentence of more than `max_length` tokens are left out; the other splits
     keep every pair, cut where they must be, so that scores are of the whole split.
@@ -192,7 +192,7 @@ def translation_task(
 
 
 def _with_ends(ids: Ragged, *, bos: bool) -> Ragged:
-    """Every sequence with eos behind it, and bos before it."""
+    """Return every sequence with eos behind it, and bos before it."""
     ends = 1 + int(bos)
     sequences = torch.arange(len(ids))
     starts = ids.starts + ends * torch.arange(len(ids) + 1)

@@ -6,47 +6,14 @@ The paper has tweets that are positive or negative, the benchmark neutral ones t
 from pathlib import Path
 
 from espformer.lab.data.base import Task
-from espformer.lab.data.files import Files, Hub, Source, find
+from espformer.lab.data.files import Files, find, source_of
 from espformer.lab.data.reading import read_labels, read_table, read_texts
 from espformer.lab.data.text import Texts, text_task
 
 __all__ = ["SOURCE", "load"]
 
 NAMES = ["negative", "neutral", "positive"]
-COLUMNS = "text, label (0 = negative, 1 = neutral, 2 = positive)"
-SOURCE = Source(
-    name="tweeteval",
-    folder="tweeteval_sentiment",
-    splits={
-        "train": (("train*.parquet",),),
-        "valid": (("validation*.parquet",),),
-        "test": (("test*.parquet",),),
-    },
-    layout={"train.parquet": COLUMNS, "validation.parquet": "the same", "test.parquet": "the same"},
-    where="cardiffnlp/tweet_eval on the hub, configuration sentiment.",
-    licence="Twitter's terms of service; SemEval-2017 task 4, for research",
-    rows={"train": 45_615, "valid": 2_000, "test": 12_284},
-    sums={
-        "train.parquet": (
-            (1_910_157, "34066c751a0a89b74c4e368099ea5dbc4b515c3e2006e6247fe78480e8724271"),
-        ),
-        "validation.parquet": (
-            (94_265, "ade94c9f4135826c9edff3c4a9c554d982aa9298f8c5d698885b9ed76847195b"),
-        ),
-        "test.parquet": (
-            (455_912, "478dac60874bd98b17da3b0b47a9b261412b4d75b9868ea03c8b77d1189f9dc7"),
-        ),
-    },
-    notes=(
-        "the texts of the training split were rebuilt from SemEval-2017 task 4A; 259 rows of "
-        "near-identical tweets may be swapped, and 2 rows are a guess",
-    ),
-    hub=Hub(
-        "cardiffnlp/tweet_eval",
-        "sentiment",
-        {"train": "train", "valid": "validation", "test": "test"},
-    ),
-)
+SOURCE = source_of("tweeteval")
 
 
 def load(

@@ -82,7 +82,7 @@ class Vocabulary:
         return ids
 
     def decode(self, ids: Sequence[int] | Tensor) -> str:
-        """The text of token ids, up to the first eos; padding and bos do not show."""
+        """Return the text of token ids, up to the first eos; padding and bos do not show."""
         kept: list[int] = []
         for token in ids.tolist() if isinstance(ids, Tensor) else ids:
             if token == self.eos:
@@ -93,7 +93,7 @@ class Vocabulary:
         return text
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
-        """The pieces behind token ids, for attention maps and the curious."""
+        """Return the pieces behind token ids, for attention maps and the curious."""
         return [self._processor.id_to_piece(int(token)) for token in ids]
 
 
@@ -148,7 +148,7 @@ def encode(vocabulary: Vocabulary, texts: Sequence[str], limit: int) -> Ragged:
 
 
 def _encode(vocabulary: Vocabulary, texts: Sequence[str], limit: int) -> bytes:
-    """All lengths, then all tokens, as little-endian int32."""
+    """Return all lengths, then all tokens, as little-endian int32."""
     lengths, tokens = [], []
     for first in range(0, len(texts), CHUNK):
         for ids in vocabulary.encode(texts[first : first + CHUNK]):

@@ -24,7 +24,7 @@ __all__ = ["attention_maps"]
 
 
 def attention_maps(plans: Sequence[NamedPlan], title: str, subtitle: str) -> Figure:
-    """A row of panels for each plan, one panel for each of its heads.
+    """Return a row of panels for each plan, one panel for each of its heads.
 
     Args:
         plans: names and matrices, ``(heads, N, M)`` each.

@@ -38,7 +38,7 @@ class SumErrors(NamedTuple):
 
 
 def sum_errors(matrix: Tensor) -> SumErrors:
-    """How far a matrix (..., N, N) is from doubly stochastic."""
+    """Say how far a matrix (..., N, N) is from doubly stochastic."""
     matrix = matrix.detach().double()
     return SumErrors(*(float((matrix.sum(dim) - 1).abs().max()) for dim in (-1, -2)))
 
@@ -101,7 +101,7 @@ def esp_plans(
 
 
 def short(error: float) -> str:
-    """An error in as few characters as tell it: 1.3, 0.04, 2e-06, and 0 for rounding."""
+    """Return an error in as few characters as tell it: 1.3, 0.04, 2e-06, and 0 for rounding."""
     if error < 1e-12:
         return "0"
     return f"{error:.2g}" if error >= 1e-3 else f"{error:.0e}"

@@ -38,7 +38,7 @@ from espformer.lab.plots.style import (
 def plan_comparison(
     queries: Tensor, keys: Tensor, top: Sequence[NamedPlan], bottom: Sequence[NamedPlan]
 ) -> Figure:
-    """The paper's figure of plans: two clouds in the plane, a line for every weight.
+    """Return the paper's figure of plans: two clouds in the plane, a line for every weight.
 
     Args:
         queries: ``(N, 2)``.
@@ -79,7 +79,7 @@ def plan_comparison(
 
 
 def row_column_sums(plans: Sequence[NamedPlan]) -> Figure:
-    """What every token gives and receives: row sums and column sums, in ascending order."""
+    """Draw what every token gives and receives: row and column sums, in ascending order."""
     with figure_style():
         figure = Figure(figsize=(10.4, 4.4), layout="constrained")
         axes = figure.subplots(1, 2, sharey=True)
@@ -126,7 +126,7 @@ def softness(
     queries: Tensor, keys: Tensor, sort_temperatures: Sequence[float] = (1, 0.1, 0.01, 0.001),
     *, metric: str = "absolute",
 ) -> Figure:  # fmt: skip
-    """The attention matrix as the sort temperature falls, and its limit, the hard sort.
+    """Return the attention matrix as the sort temperature falls, and its limit, the hard sort.
 
     Rows of the matrix are sorted by the first coordinate of the queries, columns by that of the
     keys, so a plan that follows the first axis alone would be a diagonal.

@@ -34,7 +34,7 @@ class Timing(NamedTuple):
 
 
 def read_timings(path: Path) -> list[Timing]:
-    """The rows of a benchmark's CSV that are right; those that failed a check have no time.
+    """Return the rows of a benchmark's CSV that are right; those that failed a check have no time.
 
     Raises:
         ValueError: if the file has not the columns of a benchmark.
@@ -61,7 +61,7 @@ def read_timings(path: Path) -> list[Timing]:
 
 
 def runtime(timings: Sequence[Timing], conditions: str) -> Figure:
-    """A panel of times for each mode, and one of memory; lines are operators.
+    """Return a panel of times for each mode, and one of memory; lines are operators.
 
     Where the table has several numbers of heads or several dtypes, the one with most rows is drawn.
     """

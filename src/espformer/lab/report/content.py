@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from espformer.lab.errors import RunError
 from espformer.lab.report.inspection import Example, Frame, Trained, sum_errors
 from espformer.lab.report.summary import name_of, short
-from espformer.lab.training.errors import RunError
 
 __all__ = ["SWEEP", "attention_content", "describe_temperature", "softness_content"]
 
@@ -61,7 +61,7 @@ def attention_content(runs: Sequence[Trained], examples: Sequence[int]) -> dict[
 
 
 def _maps(state: Trained, example: Example) -> list[dict[str, Any]]:
-    """The heads of the last layer."""
+    """Return the heads of the last layer."""
     return _heads(state.matrices(example)[-1])
 
 

@@ -1,9 +1,8 @@
-"""What a trained run does with an example: its attention, its slices, and what t changes."""
+"""Looks into a trained run: attention and slices of an example, and the effect of t."""
 
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,16 +13,16 @@ import torch
 from torch import Tensor
 
 from espformer.functional import esp_plan
+from espformer.lab.clock import seconds_per_call
 from espformer.lab.data import Task
+from espformer.lab.errors import RunError
+from espformer.lab.recipes.build import has_sort_temperature
+from espformer.lab.recipes.schema import TrainingRun
 from espformer.lab.training.assemble import load_task, load_weights, make_learner
 from espformer.lab.training.checkpoints import read_checkpoint
-from espformer.lab.training.config import TrainingRun
-from espformer.lab.training.errors import RunError
-from espformer.lab.training.figures import read_curves
 from espformer.lab.training.learner import Learner
-from espformer.lab.training.life import open_checkpoint
-from espformer.lab.training.records import read_results
-from espformer.lab.training.specs import mechanism_uses_esp
+from espformer.lab.training.posttrain import open_checkpoint
+from espformer.lab.training.run_directory import read_curves, read_results
 from espformer.nn import ESP, get_sort_temperatures, harden, set_sort_temperature, soften
 
 __all__ = ["Example", "Frame", "Trained", "open_run", "slice_weights", "sum_errors"]
@@ -80,7 +79,7 @@ class Trained:
     @property
     def sorts(self) -> bool:
         """Whether there is a sort temperature in it."""
-        return mechanism_uses_esp(self.run.mechanism)
+        return has_sort_temperature(self.run.mechanism)
 
     @property
     def temperatures(self) -> list[float]:
@@ -91,7 +90,7 @@ class Trained:
         return [t for value in found for t in (value if isinstance(value, list) else [value])]
 
     def example(self, index: int) -> Example:
-        """An example of the test data."""
+        """Return an example of the test data."""
         test: Any = self.task.test
         if not 0 <= index < len(test):
             raise RunError(f"there is no test example {index}: there are {len(test)}")
@@ -104,13 +103,13 @@ class Trained:
         return Example(inputs, batch.get("mask"), int(batch["labels"][0]), index, picture, text)
 
     def matrices(self, example: Example) -> list[Tensor]:
-        """The attention of every layer, ``(heads, N, M)``; padded tokens are left out."""
+        """Return the attention of every layer, ``(heads, N, M)``; padded tokens are left out."""
         model: Any = self.learner.model
         matrices = model.attention_matrices(example.inputs, example.mask)
         return [_without_padding(matrix[0].float(), example.mask) for matrix in matrices]
 
     def hardened(self) -> Trained:
-        """The same run, sorting exactly, beside this one."""
+        """Return the same run, sorting exactly, beside this one."""
         other = copy.copy(self)
         other.learner = copy.deepcopy(self.learner)
         harden(other.learner.model)
@@ -132,16 +131,14 @@ class Trained:
     def affordable(self, times: int) -> int:
         """Examples on which the accuracy can be found so many times without losing patience."""
         self.accuracy(8)
-        began = time.perf_counter()
-        self.accuracy(8)
-        each = (time.perf_counter() - began) / 8
+        each = seconds_per_call(lambda: self.accuracy(8)) / 8
         count = int(PATIENCE_SECONDS / (times * max(each, 1e-9)))
         return max(32, min(count, SCORED, len(self.task.test)))  # type: ignore[arg-type]
 
     def frames(
         self, example: Example, temperatures: Sequence[float], layer: int, count: int | None = None
     ) -> list[Frame]:
-        """The whole model at each temperature, and hard; it is left as it was."""
+        """Return the whole model at each temperature, and hard; it is left as it was."""
         model, kept = self.learner.model, copy.deepcopy(self.learner.model.state_dict())
         made = []
         for temperature in (*temperatures, None):
@@ -164,7 +161,7 @@ class Trained:
 
 
 def open_run(path: Path, data_directory: str | None = None) -> Trained:
-    """The last checkpoint of a run, with its results, its curves and its annealing."""
+    """Return the last checkpoint of a run, with its results, its curves and its annealing."""
     run, file = open_checkpoint(path)
     if run.task != "classification":
         raise RunError(f"{path}: a page is made of classification runs, this is a {run.task}")
@@ -245,7 +242,7 @@ def _without_padding(matrix: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _picture(stored: Tensor) -> Tensor | None:
-    """An image as a person sees it; None for what is no image."""
+    """Return an image as a person sees it; None for what is no image."""
     if stored.ndim != 3 or stored.shape[0] not in (1, 3):
         return None
     image = stored.float()

@@ -9,12 +9,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from espformer.lab.errors import RunError
+from espformer.lab.files import refuse_directory, write_atomically
 from espformer.lab.report import sections, svg
 from espformer.lab.report.content import attention_content, softness_content
 from espformer.lab.report.inspection import Trained
 from espformer.lab.report.summary import Summary, summarise
-from espformer.lab.training.checkpoints import refuse_directory, write_atomically
-from espformer.lab.training.errors import RunError
 
 __all__ = ["make_page", "write_page"]
 
@@ -94,7 +94,7 @@ def make_page(
     title: str | None = None,
     examples: Sequence[int] = (0, 1, 2, 3, 4, 5),
 ) -> str:
-    """The page as text."""
+    """Return the page as text."""
     if not 1 <= len(runs) <= MOST_RUNS:
         raise RunError(f"a page shows 1 to {MOST_RUNS} runs, got {len(runs)}")
     size = len(runs[0].task.test)  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def make_page(
 
 
 def _lead(runs: Sequence[Trained], rows: Sequence[Summary]) -> str:
-    """What was done and the first thing to see, in two or three sentences."""
+    """Tell what was done and the first thing to see, in two or three sentences."""
     epochs = runs[0].run.trainer.epochs
     count = "One model" if len(rows) == 1 else f"{_COUNTS[len(rows)]} models"
     text = f"{count} on {runs[0].task.name}, {epochs} epochs"

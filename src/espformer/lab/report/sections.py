@@ -57,7 +57,7 @@ def table(rows: Sequence[Summary]) -> str:
 
 
 def legend(runs: Sequence[Trained]) -> str:
-    """The colours of the runs, to point at."""
+    """Return the colours of the runs, to point at."""
     return "".join(
         f'<button type="button" class="chip" data-colour="{colour}" aria-pressed="false">'
         f'<i class="key c{colour}"></i>{escape(name_of(run.label))}</button>'
@@ -119,7 +119,7 @@ def _figure(title: str, body: str, note: str = "") -> str:
 
 
 def plans() -> str:
-    """The paper's figure: Sinkhorn after some steps above, ESP at some τ below."""
+    """Return the paper's figure: Sinkhorn after some steps above, ESP at some τ below."""
     queries, keys = example_clouds()
     panels = [
         _figure(
@@ -160,7 +160,7 @@ def slices(runs: Sequence[Trained], index: int) -> str:
 
 
 def conditions(runs: Sequence[Trained], command: str) -> str:
-    """What made the numbers: command, machine, versions, data."""
+    """Write the section about the command, the machine, the versions and the data."""
     first = runs[0]
     results, config = first.results, first.run
     versions = results["versions"]

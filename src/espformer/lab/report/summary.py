@@ -1,4 +1,4 @@
-"""What a table says of a run: scores soft, sharp and hard, how sums come out, size and speed."""
+"""A run in one row: scores soft, sharp and hard, errors of the sums, size and speed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Summary(NamedTuple):
 
 
 def name_of(label: str) -> str:
-    """The name of a mechanism for people; labels that we do not know are names already."""
+    """Return the name of a mechanism for people; labels that we do not know are names already."""
     return NAMES.get(label, label)
 
 
@@ -72,7 +72,7 @@ def _errors(trained: Trained) -> tuple[float, float]:
 
 
 def cells(row: Summary) -> list[str]:
-    """The row as text."""
+    """Return the row as text."""
     return [
         row.name,
         f"{row.soft:.1f}",
@@ -90,7 +90,7 @@ def _both(soft: float, hard: float | None) -> str:
 
 
 def short(error: float) -> str:
-    """An error in as few characters as tell it: 1.3, 0.04, 2e-05, and 0 for rounding.
+    """Return an error in as few characters as tell it: 1.3, 0.04, 2e-05, and 0 for rounding.
 
     Example:
         >>> short(1.31), short(0.042), short(2.4e-5), short(1e-7)

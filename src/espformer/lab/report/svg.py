@@ -54,7 +54,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 def line_chart(
     name: str, series: Sequence[Series], *, summary: str, log: bool = False, x_name: str = "epoch"
 ) -> str:
-    """A chart of lines; numbers under the pointer are shown by the page's script.
+    """Return a chart of lines; numbers under the pointer are shown by the page's script.
 
     Args:
         name: identifier of the chart in the page.

@@ -1,21 +1,13 @@
-"""Recipes, runs and experiments; the Lightning modules behind them.
+"""Training: from the description of a run to its checkpoints and its results.
 
->>> from espformer.lab.training import load_recipe
+Read in this order: ``trainer`` (one run, from first to last), ``assemble`` (its data, model and
+learner), ``learner`` (what every task shares, and classification), ``translation`` and
+``finetuning`` (the other tasks), ``optimizers`` (where a learning rate is used), ``callbacks``,
+``checkpoints`` and ``events`` (around the steps), ``posttrain`` (evaluate, anneal, harden),
+``experiments`` and ``processes`` (many runs at once).
+
+>>> from espformer.lab.recipes.recipe import load_recipe
 >>> run = load_recipe("digits").run("espformer", overrides=["trainer.epochs=1"])
 >>> run.trainer.epochs
 1
 """
-
-from espformer.lab.training.errors import ConfigError, RunError, UserError
-from espformer.lab.training.recipe import Recipe, load_recipe, recipe_names
-from espformer.lab.training.specs import build_mechanism
-
-__all__ = [
-    "ConfigError",
-    "Recipe",
-    "RunError",
-    "UserError",
-    "build_mechanism",
-    "load_recipe",
-    "recipe_names",
-]

@@ -11,20 +11,23 @@ from torch.utils.data import Dataset
 
 from espformer.lab import data
 from espformer.lab.data import Task
+from espformer.lab.errors import RunError
+from espformer.lab.recipes.build import build_mechanism
+from espformer.lab.recipes.schema import FinetuneRun, TrainingRun
+from espformer.lab.recipes.yaml_schema import Origins
 from espformer.lab.training.batches import Loader, SeededBatches, make_loader
-from espformer.lab.training.classification import Classifier
-from espformer.lab.training.config import TrainingRun
-from espformer.lab.training.errors import RunError
-from espformer.lab.training.learner import Learner
-from espformer.lab.training.specs import build_mechanism
-from espformer.lab.training.strict import Origins
+from espformer.lab.training.learner import Classifier, Learner
 from espformer.models import build_model, model_class
 
 __all__ = ["TaskData", "load_task", "load_weights", "make_learner", "make_model"]
 
 
 def load_task(run: TrainingRun) -> Task:
-    """The data of a run; its seed also decides which part of a set is used."""
+    """Load the data of a run; its seed also decides which part of a set is used."""
+    if isinstance(run, FinetuneRun):
+        from espformer.lab.training.pretrained import load_texts
+
+        return load_texts(run)
     try:
         return data.load(
             run.data.set.name,
@@ -37,7 +40,7 @@ def load_task(run: TrainingRun) -> Task:
 
 
 def make_model(run: TrainingRun, task: Task | None = None) -> nn.Module:
-    """The model of a run, with what the data know about it filled in."""
+    """Return the model of a run, with what the data know about it filled in."""
     origins = Origins(f"recipe {run.recipe}")
     path = ("model", run.model.name)
     kind = model_class(run.model.name)
@@ -53,7 +56,11 @@ def make_model(run: TrainingRun, task: Task | None = None) -> nn.Module:
 
 
 def make_learner(run: TrainingRun, task: Task) -> Learner:
-    """What Lightning trains. The seed of the run decides the first weights."""
+    """Make what Lightning trains. The seed of the run decides the first weights."""
+    if isinstance(run, FinetuneRun):
+        from espformer.lab.training.finetuning import FinetuneLearner
+
+        return FinetuneLearner(run, task)
     torch.manual_seed(run.seed)
     model = make_model(run, task)
     learner: Learner
@@ -64,7 +71,7 @@ def make_learner(run: TrainingRun, task: Task) -> Learner:
     else:
         kind: type[Classifier] = Classifier
         if run.trainer.cuda_graph:
-            from espformer.lab.training.graphs import GraphedClassifier
+            from espformer.lab.training.cuda_graphs import GraphedClassifier
 
             kind = GraphedClassifier
         learner = kind(run, model, task.augment, task.normalise)

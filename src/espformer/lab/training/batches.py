@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from espformer.lab.data import Batch, TensorSet
-from espformer.lab.training.errors import RunError
+from espformer.lab.errors import RunError
 
 __all__ = ["Loader", "ResumableLoader", "SeededBatches", "TensorLoader", "make_loader", "mix_seed"]
 
 
 def mix_seed(*numbers: int) -> int:
-    """One seed out of several numbers: near inputs give unrelated seeds.
+    """Return one seed out of several numbers: near inputs give unrelated seeds.
 
     Example:
         >>> mix_seed(0, 1) == mix_seed(1, 0)
@@ -101,7 +101,7 @@ class SeededBatches(Sampler[list[int]]):
         return iter([batch.tolist() for batch in self.tensors()])
 
     def tensors(self) -> list[Tensor]:
-        """The batches of this process that are left of the epoch, as tensors of indices."""
+        """Return the batches of this process that are left of the epoch, as tensors of indices."""
         first = self.resume[1] if self.epoch == self.resume[0] else 0
         batches = self._global_batches(self.epoch)[first:]
         return [batch[self.rank :: self.world] for batch in batches]
@@ -194,7 +194,7 @@ def make_loader(
     workers: int,
     device: torch.device | None = None,
 ) -> Loader:
-    """A loader over these batches.
+    """Return a loader over these batches.
 
     Args:
         data: the data set; one of tensors is taken to the device if it fits there well.

@@ -1,13 +1,13 @@
-"""What happens around the steps: sharpening the sort, watching the attention, counting samples."""
+"""Callbacks around the steps: they sharpen the sort, watch the attention, count samples."""
 
-import time
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from espformer.lab.training.config import Annealing, StraightThrough
+from espformer.lab.clock import Stopwatch
+from espformer.lab.recipes.schema import Annealing, StraightThrough
 from espformer.lab.training.learner import Learner
 from espformer.nn import ESP, anneal, set_sort_temperature, set_straight_through
 
@@ -82,7 +82,7 @@ class StraightThroughShare(Callback):
 
 
 def attention_statistics(matrices: list[Tensor]) -> dict[str, float]:
-    """How far attention matrices are from doubly stochastic, and how spread out they are.
+    """Say how far attention matrices are from doubly stochastic, and how spread out they are.
 
     Args:
         matrices: ``(batch, heads, N, M)`` each; empty rows and columns are padding. Matrices with
@@ -158,7 +158,7 @@ class Throughput(Callback):
         self.seconds = 0.0
         self._steps = 0
         self._in_epoch = 0
-        self._since = 0.0
+        self._watch = Stopwatch()
 
     @property
     def samples_per_second(self) -> float | None:
@@ -177,20 +177,14 @@ class Throughput(Callback):
         some = batch["labels"] if "labels" in batch else batch["source"]
         self._in_epoch += len(some) * trainer.world_size
         if trainer.is_last_batch and self._in_epoch:
-            _wait(pl_module)
-            self.seconds += time.perf_counter() - self._since
+            seconds = self._watch.seconds
+            self.seconds += seconds
             self.samples += self._in_epoch
-            rate = self._in_epoch / (time.perf_counter() - self._since)
             pl_module.log(
-                "samples_per_second", rate, on_step=False, on_epoch=True, rank_zero_only=True
-            )
+                "samples_per_second", self._in_epoch / seconds,
+                on_step=False, on_epoch=True, rank_zero_only=True,
+            )  # fmt: skip
 
     def _restart(self, pl_module: LightningModule) -> None:
-        _wait(pl_module)
         self._in_epoch = 0
-        self._since = time.perf_counter()
-
-
-def _wait(pl_module: LightningModule) -> None:
-    if pl_module.device.type == "cuda":
-        torch.cuda.synchronize(pl_module.device)
+        self._watch.restart(pl_module.device)

@@ -1,10 +1,6 @@
 """Checkpoints: written whole or not at all, read without running code, refused when foreign."""
 
-import contextlib
-import os
 import shutil
-import tempfile
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,54 +10,20 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from espformer.lab.training.errors import RunError
+from espformer.lab.clock import Stopwatch
+from espformer.lab.errors import RunError
+from espformer.lab.files import check_directory, replacing
 from espformer.lab.training.learner import MARK, Learner
 
 __all__ = [
     "AtomicCheckpointIO",
     "Checkpoints",
-    "check_directory",
     "read_checkpoint",
-    "refuse_directory",
-    "write_atomically",
 ]
-
-_MARGIN = 64 * 2**20
-
-
-def refuse_directory(path: Path, name: str) -> None:
-    """Tell before work is done that a page cannot be written in place of a directory."""
-    if path.is_dir():
-        raise RunError(f"{path}: is a directory; name the page, such as {path / name}")
-
-
-def write_atomically(path: Path, content: bytes | str) -> None:
-    """Write a file so that it is there whole or, whatever happens, as it was before."""
-    if isinstance(content, str):
-        content = content.encode()
-    with _replacing(path) as temporary:
-        temporary.write_bytes(content)
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Any:
-    """A temporary path beside `path` that takes its place when the block ends well."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def read_checkpoint(path: Path, *, device: str = "cpu") -> dict[str, Any]:
-    """A checkpoint of this library; anything else is refused with the reason.
+    """Return a checkpoint of this library; anything else is refused with the reason.
 
     Only tensors and plain values are read: a file that holds code is refused, not run.
     """
@@ -99,7 +61,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     ) -> None:
         del storage_options
         try:
-            with _replacing(Path(path)) as temporary:
+            with replacing(Path(path)) as temporary:
                 torch.save(checkpoint, temporary)
         except (OSError, RuntimeError) as error:
             # A full disk reaches us as a RuntimeError of torch's file writer.
@@ -114,26 +76,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         del map_location, weights_only
         return read_checkpoint(Path(path))
-
-
-def check_directory(directory: Path, needed: int = 0) -> None:
-    """Refuse a directory that cannot be written, or has not `needed` bytes left and a margin."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".writable") as file:
-            file.write(b"0" * 4096)
-            file.flush()
-    except OSError as error:
-        raise RunError(
-            f"{directory}: cannot write here ({error.strerror}); choose another place with --output"
-        ) from None
-    free = shutil.disk_usage(directory).free
-    if free < needed + _MARGIN:
-        raise RunError(
-            f"{directory}: {free / 2**20:.0f} MB free, and this run needs about "
-            f"{(needed + _MARGIN) / 2**20:.0f} MB for its checkpoints; make room, or choose "
-            "another place with --output"
-        )
 
 
 class Checkpoints(Checkpoint):
@@ -156,19 +98,18 @@ class Checkpoints(Checkpoint):
         self.best_epoch = -1
         self.seconds_before: float | None = 0.0
         """Of former attempts, up to the checkpoint that this one goes on from; None: not known."""
-        self._began = time.monotonic()
-        self._saved_at = time.monotonic()
+        self._training, self._since_save = Stopwatch(), Stopwatch()
 
     @property
     def seconds(self) -> float | None:
         """Time of training so far, over all attempts; work that was lost in a stop is not in it."""
         if self.seconds_before is None:
             return None
-        return self.seconds_before + time.monotonic() - self._began
+        return self.seconds_before + self._training.seconds
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._began = time.monotonic()
+            self._training.restart()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
@@ -202,7 +143,7 @@ class Checkpoints(Checkpoint):
             return True
         if trainer.world_size > 1 and done % 16:
             return False  # asking the first process costs a message
-        late = time.monotonic() - self._saved_at > 60 * self.minutes
+        late = self._since_save.seconds > 60 * self.minutes
         return bool(trainer.strategy.broadcast(late)) if trainer.world_size > 1 else late
 
     def _save(
@@ -211,7 +152,7 @@ class Checkpoints(Checkpoint):
         assert isinstance(pl_module, Learner)
         pl_module.position = position
         trainer.save_checkpoint(self.directory / "last.ckpt")
-        self._saved_at = time.monotonic()
+        self._since_save.restart()
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "best_epoch": self.best_epoch, "seconds": self.seconds}

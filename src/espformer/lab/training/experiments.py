@@ -7,7 +7,6 @@ comparisons, and the longest of a seed begin first.
 """
 
 import os
-import re
 import subprocess
 import time
 from collections.abc import Sequence
@@ -26,14 +25,16 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from espformer.lab.training import launch
+from espformer.lab.errors import RunError
+from espformer.lab.recipes.build import build_mechanism
+from espformer.lab.recipes.recipe import Recipe
+from espformer.lab.recipes.schema import Run, TimingRun, TrainingRun
+from espformer.lab.training import processes
 from espformer.lab.training.assemble import load_task
-from espformer.lab.training.config import Run, TimingRun, TrainingRun
-from espformer.lab.training.errors import RunError
-from espformer.lab.training.launch import Launch, Process
-from espformer.lab.training.recipe import Recipe
-from espformer.lab.training.records import check_same, read_results, run_directory
-from espformer.lab.training.runner import start_run
+from espformer.lab.training.events import ENVIRONMENT, last_event
+from espformer.lab.training.processes import Launch, Process
+from espformer.lab.training.run_directory import check_same, read_results, run_directory
+from espformer.lab.training.trainer import start_run
 
 __all__ = ["Job", "do_all", "plan", "rough_work", "seed_by_seed"]
 
@@ -68,8 +69,13 @@ class Job:
 
     @property
     def log(self) -> Path:
-        """What the run prints."""
+        """File of what the run prints."""
         return self.directory / "log.txt"
+
+    @property
+    def events(self) -> Path:
+        """File of how far the run is."""
+        return self.directory / "events.jsonl"
 
 
 def plan(
@@ -81,7 +87,7 @@ def plan(
     only: Sequence[str] = (),
     overrides: Sequence[str] = (),
 ) -> list[Job]:
-    """The jobs of an experiment, and before them those of other recipes that it starts from.
+    """Return the jobs of an experiment, and before them those of other recipes that it starts from.
 
     Refused where a directory holds a run with other settings, which would pass for the one asked.
 
@@ -125,21 +131,8 @@ def rough_work(run: Run) -> float:
     model, data = run.model.arguments, run.data.set.arguments
     patch = model.get("patch_size", 1)
     tokens = data.get("max_length", 1) / (patch * patch if isinstance(patch, int) else 1)
-    return tokens * run.trainer.epochs * data.get("fraction", 1.0) * _factor(run.mechanism.plain())
-
-
-def _factor(mechanism: Any) -> float:
-    """How much longer than softmax attention, roughly, for short sequences."""
-    name, arguments = (
-        (mechanism, {}) if isinstance(mechanism, str) else next(iter(mechanism.items()))
-    )
-    if name == "differential":
-        return 0.5 + _factor(arguments["base"])
-    if name == "sinkhorn":
-        return 1.0 + 0.2 * float(arguments.get("iterations", 3))
-    if name == "esp":
-        return 5.0 if arguments.get("balance") == "both" else 4.0
-    return 1.0
+    cost = build_mechanism(run.mechanism).relative_cost
+    return float(tokens * run.trainer.epochs * data.get("fraction", 1.0) * cost)
 
 
 def do_all(
@@ -186,10 +179,10 @@ def _launcher(waiting: list[Job], at_once: int) -> Launch:
     several = any(
         isinstance(job.run, TrainingRun) and job.run.trainer.devices > 1 for job in waiting
     )
-    if several or not waiting or not launch.suited():
-        return launch.by_command
-    launch.prepare_fork(_environment(0, at_once))
-    return launch.forked
+    if several or not waiting or not processes.suited():
+        return processes.by_command
+    processes.prepare_fork(_environment(0, at_once))
+    return processes.forked
 
 
 def _prepare_data(waiting: list[Job], console: Console) -> None:
@@ -285,7 +278,8 @@ class _Board:
             job.attempts += 1
             try:
                 job.directory.mkdir(parents=True, exist_ok=True)
-                process = self.launcher(job.arguments, job.log, _environment(slot, self.at_once))
+                environment = _environment(slot, self.at_once) | {ENVIRONMENT: str(job.events)}
+                process = self.launcher(job.arguments, job.log, environment)
             except OSError as error:
                 raise RunError(f"{job.directory}: cannot write here ({error.strerror})") from None
             epochs = job.run.trainer.epochs if isinstance(job.run, TrainingRun) else 1
@@ -298,7 +292,7 @@ class _Board:
         for slot, (job, process, bar) in list(self.running.items()):
             status = process.poll()
             if status is None:
-                self.progress.update(bar, completed=_epoch(job))
+                self.progress.update(bar, completed=last_event(job.events).get("epoch", 0))
                 continue
             del self.running[slot]
             self.progress.remove_task(bar)
@@ -335,7 +329,7 @@ def _ready(waiting: list[Job]) -> list[Job]:
 
 
 def _environment(slot: int, at_once: int) -> dict[str, str]:
-    """One of the cards for each slot, and the processor's cores shared out."""
+    """Return one of the cards for each slot, and the processor's cores shared out."""
     environment = {}
     cards = torch.cuda.device_count()
     if cards > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
@@ -355,14 +349,6 @@ def _tail(job: Job) -> list[str]:
     except OSError:
         return []
     return [line.strip() for line in text.splitlines() if line.strip()]
-
-
-def _epoch(job: Job) -> int:
-    """Epochs that a run has done, as it says itself."""
-    for line in reversed(_tail(job)):
-        if found := re.match(r"epoch (\d+)/", line):
-            return int(found.group(1))
-    return 0
 
 
 def _last_line(job: Job) -> str:

@@ -1,19 +1,21 @@
-"""What all training has: random numbers of a step, the optimiser, and what a checkpoint says."""
+"""The Lightning modules: what every task shares, and classification."""
 
-import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from espformer.lab.recipes.schema import TrainingRun
+from espformer.lab.recipes.yaml_schema import plain
 from espformer.lab.training.batches import mix_seed
-from espformer.lab.training.config import TrainingRun
-from espformer.lab.training.optimisers import make_optimizer, make_schedule
-from espformer.lab.training.strict import plain
-from espformer.lab.training.tally import Tally
+from espformer.lab.training.events import ReportProgress
+from espformer.lab.training.optimizers import make_optimizer, make_schedule
 
-__all__ = ["LOG_EVERY", "MARK", "Learner", "at_least_float32"]
+__all__ = ["LOG_EVERY", "MARK", "Classifier", "EpochMeans", "Learner", "at_least_float32"]
 
 LOG_EVERY = 50
 """Steps from one logged loss to the next."""
@@ -25,6 +27,66 @@ MARK = "espformer"
 def at_least_float32(x: Tensor) -> Tensor:
     """Losses of 16-bit logits are computed in 32 bits; wider ones stay as they are."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class EpochMeans:
+    """Mean loss and accuracy over examples, from sums that are read once, at the end.
+
+    The sums stay where they are when they are reset, so a recorded step can add to them.
+
+    Example:
+        >>> means = EpochMeans()
+        >>> means.add(torch.tensor(1.0), count=3, correct=torch.tensor(2))
+        >>> means.add(torch.tensor(2.0), count=1, correct=torch.tensor(1))
+        >>> means.means()
+        {'loss': 1.25, 'accuracy': 0.75}
+    """
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+
+    def prepare(self, device: torch.device) -> Tensor:
+        """Make room for the sums, ``(loss, count, correct)``, unless it is there."""
+        if self._sums is None or self._sums.device != device:
+            # Many small numbers are added to a large one; only Apple's devices lack float64.
+            dtype = torch.float32 if device.type == "mps" else torch.float64
+            self._sums = torch.zeros(3, dtype=dtype, device=device)
+        return self._sums
+
+    def add(self, loss: Tensor, count: int | Tensor, correct: Tensor | None = None) -> None:
+        """Add a batch.
+
+        Args:
+            loss: mean over the batch.
+            count: examples (or tokens) of the batch.
+            correct: how many of them were classified correctly.
+        """
+        total, counted, right = self.prepare(loss.device).unbind()
+        total += loss.detach() * count
+        counted += count
+        if correct is not None:
+            right += correct
+
+    def reset(self) -> None:
+        """Begin again from zero."""
+        if self._sums is not None:
+            self._sums.zero_()
+
+    def means(self, reduce: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
+        """Loss and accuracy; `reduce` adds up the sums of several processes."""
+        if self._sums is None:
+            return {}
+        sums = self._sums if reduce is None else reduce(self._sums.clone())
+        loss, count, correct = sums.tolist()
+        return {"loss": loss / count, "accuracy": correct / count} if count else {}
+
+    def state(self) -> list[float]:
+        """Return the sums as numbers, for a checkpoint."""
+        return [0.0, 0.0, 0.0] if self._sums is None else self._sums.tolist()
+
+    def load(self, state: list[float], device: torch.device) -> None:
+        """Go on from the sums of a checkpoint."""
+        self.prepare(device).copy_(torch.tensor(state))
 
 
 class Learner(LightningModule):
@@ -43,7 +105,10 @@ class Learner(LightningModule):
     """
 
     score = "accuracy"
-    """What is logged as `valid/…` and `test/…` and decides which epoch is best, in percent."""
+    """Name of the score, logged as `valid/…` and `test/…`; it decides which epoch is best."""
+
+    keeps_best = True
+    """Whether the epoch of the best validation is kept and scored, beside the last one."""
 
     def __init__(
         self,
@@ -57,18 +122,26 @@ class Learner(LightningModule):
         self.model = model
         self.augment = augment
         self.normalise = normalise
-        self.tallies = {stage: Tally() for stage in ("train", "valid", "test")}
+        self.means_of = {stage: EpochMeans() for stage in ("train", "valid", "test")}
         self.position = (0, 0)
         """(epoch, batch) at which training goes on; set by who saves a checkpoint."""
-        self.lines = False
-        """Print a line after each epoch, for a log without a progress bar."""
         self._sharded = False
         self._summed: list[float] | None = None
-        self._epoch_began = time.monotonic()
+
+    def begin(self, output: Path) -> None:
+        """Fill in weights that other work under `output` has left; for tasks that need some."""
+
+    def callbacks(self) -> list[Callback]:
+        """Return what this task adds to the callbacks of a training."""
+        return []
+
+    def about(self, recalls: dict[str, float]) -> dict[str, Any]:
+        """Return what this task adds to the results; `recalls` are macro recalls by score."""
+        return {}
 
     @torch.no_grad()
     def prepare(self, inputs: Tensor, *, training: bool) -> Tensor:
-        """What the model is given for the stored inputs of a batch."""
+        """Turn the stored inputs of a batch into those of the model."""
         if training and self.augment is not None:
             inputs = self.augment(inputs)
         if self.normalise is not None:
@@ -79,7 +152,7 @@ class Learner(LightningModule):
 
     def configure_model(self) -> None:
         if self.run.trainer.strategy == "fsdp" and not self._sharded:
-            from espformer.lab.training.sharding import shard
+            from espformer.lab.training.fsdp import shard
 
             mesh: Any = self.device_mesh
             shard(self.model, mesh["data_parallel"])
@@ -94,14 +167,13 @@ class Learner(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def on_train_start(self) -> None:
-        self.tallies["train"].prepare(self.device)
+        self.means_of["train"].prepare(self.device)
         if self._summed is not None:
-            self.tallies["train"].load(self._summed, self.device)
+            self.means_of["train"].load(self._summed, self.device)
             self._summed = None
 
     def on_train_epoch_start(self) -> None:
-        self.tallies["train"].reset()
-        self._epoch_began = time.monotonic()
+        self.means_of["train"].reset()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         step = self.trainer.fit_loop.total_batch_idx
@@ -115,25 +187,18 @@ class Learner(LightningModule):
 
     def on_train_epoch_end(self) -> None:
         self._log_means("train")
-        if self.lines and self.trainer.is_global_zero:
-            metrics = self.trainer.callback_metrics
-            named = [
-                f"{name} {float(metrics[name]):.4f}"
-                for name in ("train/loss", f"valid/{self.score}")
-                if name in metrics
-            ]
-            seconds = time.monotonic() - self._epoch_began
-            epoch = f"epoch {self.current_epoch + 1}/{self.trainer.max_epochs}"
-            print(", ".join([epoch, *named, f"{seconds:.1f} s"]), flush=True)
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ReportProgress):
+                callback.report_epoch(self.trainer)
 
     def on_validation_epoch_start(self) -> None:
-        self.tallies["valid"].reset()
+        self.means_of["valid"].reset()
 
     def on_validation_epoch_end(self) -> None:
         self._log_means("valid")
 
     def on_test_epoch_start(self) -> None:
-        self.tallies["test"].reset()
+        self.means_of["test"].reset()
 
     def on_test_epoch_end(self) -> None:
         self._log_means("test")
@@ -141,7 +206,7 @@ class Learner(LightningModule):
     def _log_means(self, stage: str) -> None:
         world, strategy = self.trainer.world_size, self.trainer.strategy
         reduce = None if world == 1 else lambda sums: strategy.reduce(sums, reduce_op="sum")
-        for name, value in self.tallies[stage].means(reduce).items():
+        for name, value in self.means_of[stage].means(reduce).items():
             if name in ("loss", self.score):
                 self.log(f"{stage}/{name}", value, prog_bar=stage != "test")
 
@@ -165,8 +230,42 @@ class Learner(LightningModule):
         checkpoint[MARK] = {
             "run": plain(self.run),
             "position": {"epoch": epoch, "batch": batch},
-            "summed": self.tallies["train"].state() if batch else None,
+            "summed": self.means_of["train"].state() if batch else None,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._summed = checkpoint[MARK].get("summed")
+
+
+class Classifier(Learner):
+    """Batches are mappings with ``inputs``, ``labels`` and, where there is padding, ``mask``.
+
+    The model is called as ``model(inputs, mask=None)`` and gives logits, ``(batch, classes)``.
+    """
+
+    score = "accuracy"
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        inputs = self.prepare(batch["inputs"], training=self.training)
+        logits: Tensor = self.model(inputs, mask=batch.get("mask"))
+        return logits
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss, _ = self.measure("train", batch)
+        self.log_loss(loss)
+        return self.weighted(loss, len(batch["labels"]))
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.measure("valid", batch)
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.measure("test", batch)
+
+    def measure(self, stage: str, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Mean loss of a batch and its logits; loss and accuracy are counted for the stage."""
+        logits, labels = self(batch), batch["labels"]
+        smoothing = self.run.label_smoothing if stage == "train" else 0.0
+        loss = F.cross_entropy(at_least_float32(logits), labels, label_smoothing=smoothing)
+        correct = (logits.detach().argmax(-1) == labels).sum()
+        self.means_of[stage].add(loss, len(labels), correct)
+        return loss, logits

@@ -1,38 +1,56 @@
-"""Time of one attention layer: the paper's wall-clock comparison."""
+"""How long things take: one attention layer, a training step beside softmax's, a whole run."""
 
+import contextlib
+import dataclasses
+import math
 import statistics
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from espformer.lab.clock import interleaved_seconds, seconds_per_call
+from espformer.lab.data import Task
+from espformer.lab.errors import RunError, UserError
+from espformer.lab.machine import device_name
+from espformer.lab.recipes.build import build_mechanism
+from espformer.lab.recipes.schema import Run, TimingRun, TrainingRun
+from espformer.lab.recipes.yaml_schema import Spec
+from espformer.lab.training import cuda_graphs
+from espformer.lab.training.assemble import load_task, make_learner
 from espformer.lab.training.callbacks import attention_statistics
-from espformer.lab.training.config import TimingRun
-from espformer.lab.training.errors import RunError
-from espformer.lab.training.records import device_name
-from espformer.lab.training.specs import build_mechanism
+from espformer.lab.training.learner import Classifier, Learner
+from espformer.lab.training.optimizers import make_optimizer
 from espformer.nn import Attention
 
-__all__ = ["time_mechanism"]
+__all__ = ["Estimate", "Estimator", "compare_with_softmax", "throughput_line", "time_mechanism"]
+
+ROUNDS = 5
+_SECONDS_OF_A_ROUND = 0.2
+# A forward without its backward, as a part of a training step.
+_EVALUATION = 1 / 3
+_PATIENCE_SECONDS = 1.0
+_DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "64-true": torch.float64}
 
 
 def time_mechanism(run: TimingRun) -> dict[str, Any]:
-    """Milliseconds of an attention layer in self-attention, and how its sums come out.
+    """Time an attention layer in self-attention, the paper's wall-clock comparison.
 
-    The error of the row and column sums stands beside the time: a faster layer that computes
-    something else shows there.
+    The error of the row and column sums stands beside the milliseconds: a faster layer that
+    computes something else shows there.
     """
     torch.manual_seed(run.seed)
     if run.accelerator == "gpu" and not torch.cuda.is_available():
         raise RunError(
             "accelerator=gpu: there is no GPU here; accelerator=auto takes what there is"
         )
-    on_gpu = run.accelerator == "gpu" or (run.accelerator == "auto" and torch.cuda.is_available())
-    device = torch.device("cuda" if on_gpu else "cpu")
-    dtype = torch.bfloat16 if run.precision == "bf16-true" else torch.float32
-    layer = Attention(run.dim, run.heads, build_mechanism(run.mechanism)).to(device, dtype)
-    x = torch.randn(run.batch_size, run.tokens, run.dim, device=device, dtype=dtype)
+    device = _device(run.accelerator)
+    layer = Attention(run.dim, run.heads, build_mechanism(run.mechanism))
+    layer = layer.to(device, _DTYPES[run.precision])
+    shape = (run.batch_size, run.tokens, run.dim)
+    x = torch.randn(shape, device=device, dtype=_DTYPES[run.precision])
 
     def forward() -> None:
         with torch.no_grad():
@@ -45,7 +63,7 @@ def time_mechanism(run: TimingRun) -> dict[str, Any]:
     call = both if run.backward else forward
     for _ in range(3):
         call()
-    times = [_time(call, device) for _ in range(run.repeats)]
+    times = [1000 * seconds_per_call(call, device) for _ in range(run.repeats)]
     with torch.no_grad():
         _, matrix = layer(x[:1], return_matrix=True)
     return {
@@ -59,11 +77,189 @@ def time_mechanism(run: TimingRun) -> dict[str, Any]:
     }
 
 
-def _time(call: Callable[[], None], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return 1000 * (time.perf_counter() - began)
+def _device(accelerator: str) -> torch.device:
+    on_gpu = accelerator != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda" if on_gpu else "cpu")
+
+
+def compare_with_softmax(run: TrainingRun, task: Task, device: torch.device) -> dict[str, Any]:
+    """Count examples per second of training steps, with the run's mechanism and with softmax.
+
+    Everything else is the same: model, batch (which lies on the device), precision, optimiser, and
+    whether steps are recorded. The two take turns, so that what else happens on the machine happens
+    to both.
+
+    Returns:
+        ``samples_per_second`` and ``softmax_samples_per_second`` (medians), their ratio ``share``,
+        and the conditions.
+    """
+    both = [run, dataclasses.replace(run, mechanism=Spec("softmax", {}))]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        steps = [_training_step(one, task, device) for one in both]
+    counts = []
+    for step in steps:
+        for _ in range(cuda_graphs.WARM_UP + 2):
+            step()
+        counts.append(max(1, int(_SECONDS_OF_A_ROUND / seconds_per_call(step, device))))
+    times = interleaved_seconds(steps, ROUNDS, device=device, warm_up=0, counts=counts)
+    size = run.data.batch_size
+    own, softmax = (size / seconds for seconds in times)
+    return {
+        "samples_per_second": own,
+        "softmax_samples_per_second": softmax,
+        "share": own / softmax,
+        "batch_size": size,
+        "steps": [ROUNDS * count for count in counts],
+        "precision": run.trainer.precision,
+        "cuda_graph": run.trainer.cuda_graph,
+        "device": device_name(device),
+    }
+
+
+def throughput_line(measured: dict[str, Any]) -> str:
+    """Say the measurement of :func:`compare_with_softmax` in a line."""
+    return (
+        f"throughput of training: {measured['samples_per_second']:,.0f} samples/s, "
+        f"{100 * measured['share']:.0f} % of the {measured['softmax_samples_per_second']:,.0f} of "
+        f"softmax attention (batches of {measured['batch_size']}, {measured['precision']}"
+        + (", recorded steps" if measured["cuda_graph"] else "")
+        + f", {measured['device']})"
+    )
+
+
+def _training_step(run: TrainingRun, task: Task, device: torch.device) -> Callable[[], None]:
+    """Make a function that does a whole training step, always on the same batch."""
+    plain = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, cuda_graph=False))
+    learner = make_learner(plain, task).to(device)
+    assert isinstance(learner, Classifier)
+    if run.trainer.precision.endswith("-true"):
+        learner.model.to(_DTYPES[run.trainer.precision])
+    learner.train()
+    optimizer = learner.configure_optimizers()["optimizer"]
+    examples: Any = task.train
+    batch = _batch(task, torch.arange(run.data.batch_size) % len(examples), device)
+    mixed = run.trainer.precision.endswith("-mixed")
+
+    def step(inputs: dict[str, Tensor]) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, torch.bfloat16) if mixed else contextlib.nullcontext():
+            loss, _ = learner.measure("train", inputs)
+        loss.backward()
+        if run.optimizer.clip_norm is not None:
+            nn.utils.clip_grad_norm_(learner.model.parameters(), run.optimizer.clip_norm)
+        optimizer.step()
+
+    if not run.trainer.cuda_graph:
+        return lambda: step(batch)
+    rates = cuda_graphs.Rates(optimizer, device)
+    recorder = cuda_graphs.make_recorder(device)
+    recorded = cuda_graphs.StepGraphs(step, recorder, rates, run.data.batch_size)
+    return lambda: recorded(batch)
+
+
+def _batch(task: Task, rows: Any, device: torch.device) -> dict[str, Tensor]:
+    examples: Any = task.train
+    return {name: value.to(device) for name, value in examples.batch(rows).items()}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a run, or the reason why nothing can be said."""
+
+    seconds: float | None
+    steps: int | None
+    reason: str = ""
+
+
+class Estimator:
+    """Estimates how long runs take: a few steps measured here, times the number of steps.
+
+    Data and the time of a step, which several runs share, are looked at once.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, Task | str] = {}
+        self._rates: dict[str, float | str] = {}
+
+    def __call__(self, run: Run) -> Estimate:
+        if not isinstance(run, TrainingRun):
+            return Estimate(2.0, None)
+        task = self._task(run)
+        if isinstance(task, str):
+            return Estimate(None, None, task)
+        batches = _batches(run, task)
+        steps = math.ceil(batches / run.trainer.accumulate) * run.trainer.epochs
+        key = f"{run.model}{run.mechanism}{run.trainer.precision}{run.trainer.accelerator}"
+        if key not in self._rates:
+            self._rates[key] = _seconds_per_example(run, task)
+        rate = self._rates[key]
+        if isinstance(rate, str):
+            return Estimate(None, steps, rate)
+        split: Any = task.test if task.valid is None else task.valid
+        examples = _examples(run, task) * run.trainer.epochs
+        evaluations = math.ceil(run.trainer.epochs / run.trainer.validate_every) + 2
+        work = examples + _EVALUATION * evaluations * len(split)
+        return Estimate(work * rate / run.trainer.devices, steps)
+
+    def _task(self, run: TrainingRun) -> Task | str:
+        key = f"{run.data.set}{run.data.directory}"
+        if key not in self._tasks:
+            try:
+                self._tasks[key] = load_task(run)
+            except UserError as error:
+                self._tasks[key] = str(error)
+        return self._tasks[key]
+
+
+def _examples(run: TrainingRun, task: Task) -> int:
+    whole: Any = task.train
+    limit = run.trainer.limit_batches
+    return len(whole) if limit is None else min(len(whole), limit * run.data.batch_size)
+
+
+def _batches(run: TrainingRun, task: Task) -> int:
+    split: Any = task.train
+    if run.data.max_tokens is not None and hasattr(split, "source_lengths"):
+        lengths = torch.maximum(split.source_lengths, split.target_lengths)
+        whole = math.ceil(int(lengths.sum()) / run.data.max_tokens)
+    else:
+        whole = math.ceil(len(split) / run.data.batch_size)
+    return whole if run.trainer.limit_batches is None else min(whole, run.trainer.limit_batches)
+
+
+def _seconds_per_example(run: TrainingRun, task: Task) -> float | str:
+    """Time a training step per example, with a few examples: fewer where one takes long."""
+    device = _device(run.trainer.accelerator)
+    learner = make_learner(run, task).to(device)
+    optimizer = make_optimizer(learner.model, run.optimizer)
+    half = "bf16" in run.trainer.precision or run.trainer.precision.startswith("16")
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            loss = _rough_loss(learner, _batch(task, range(count), device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    count, rate = 1, 0.0
+    try:
+        while count <= min(run.data.batch_size, 64) and rate * count / 2 <= _PATIENCE_SECONDS:
+            if device.type == "cuda":
+                step()  # the first step of a size also prepares
+            rate = seconds_per_call(step, device) / count
+            count *= 2
+    except torch.OutOfMemoryError:
+        return "this device has too little memory for a batch"
+    return rate
+
+
+def _rough_loss(learner: Learner, batch: dict[str, Tensor]) -> Tensor:
+    """Return a number that costs what a loss costs, whatever the task."""
+    model = learner.model
+    if "source" in batch:
+        logits = model(batch["source"], batch["target"][:, :-1], source_mask=batch["source_mask"])
+    else:
+        inputs = learner.prepare(batch["inputs"], training=True)
+        logits = model(inputs, mask=batch.get("mask"))
+    total: Tensor = logits.float().logsumexp(-1).mean()
+    return total

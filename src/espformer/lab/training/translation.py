@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from espformer.lab.data import Task
+from espformer.lab.recipes.schema import TrainingRun
 from espformer.lab.training.batches import SeededBatches
-from espformer.lab.training.config import TrainingRun
 from espformer.lab.training.learner import Learner, at_least_float32
 
 __all__ = ["Translator", "corpus_bleu"]
@@ -93,7 +93,7 @@ class Translator(Learner):
             label_smoothing=smoothing,
         )
         tokens = present.sum()
-        self.tallies[stage].add(loss, tokens)
+        self.means_of[stage].add(loss, tokens)
         return loss, tokens
 
     def _evaluate(self, stage: str, batch: dict[str, Tensor]) -> None:

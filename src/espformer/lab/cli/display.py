@@ -1,0 +1,70 @@
+"""The results of a run, and the plan of an experiment, as the command line shows them."""
+
+from collections import defaultdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from espformer.lab.clock import in_words
+from espformer.lab.training.experiments import Job
+from espformer.lab.training.run_directory import is_first_process
+from espformer.lab.training.timing import Estimator
+
+__all__ = ["print_mapping", "print_results", "show_plan"]
+
+
+def show_plan(console: Console, work: list[Job], at_once: int) -> None:
+    """A table of the runs of an experiment, their state, and about how long each takes here."""
+    estimate = Estimator()
+    rows: dict[tuple[str, str, str], list[Job]] = defaultdict(list)
+    for job in work:
+        rows[job.run.recipe, job.run.setting, job.run.label].append(job)
+    table = Table("recipe", "setting", "mechanism", "seeds", "state", "steps", "about")
+    total, unknown = 0.0, set()
+    with console.status("measuring a few steps of each"):
+        for (recipe, setting, label), jobs in rows.items():
+            left = [job for job in jobs if job.state != "finished"]
+            guess = estimate(jobs[0].run)
+            if guess.seconds is None and left:
+                unknown.add(guess.reason)
+            total += (guess.seconds or 0.0) * len(left)
+            states = ", ".join(sorted({job.state for job in jobs}))
+            seeds = " ".join(str(job.run.seed) for job in jobs)
+            steps = "" if guess.steps is None else f"{guess.steps:,}"
+            each = "?" if guess.seconds is None else f"{in_words(guess.seconds)} each"
+            table.add_row(recipe, setting, label, seeds, states, steps, each)
+    console.print(table)
+    for reason in sorted(unknown):
+        console.print(f"no estimate: {reason}", highlight=False, markup=False)
+    together = in_words(total / at_once)
+    together = f", {together} if {at_once} at once cost nothing" if at_once > 1 else ""
+    console.print(
+        f"{len(work)} runs, {sum(job.state == 'finished' for job in work)} finished; about "
+        f"{in_words(total)} of computing here"
+        + (" for the others" if unknown else "")
+        + (
+            f", {in_words(total / at_once)} if {at_once} at once cost nothing"
+            if at_once > 1
+            else ""
+        )
+    )
+
+
+def print_results(results: dict[str, Any]) -> None:
+    """The scores of a run in a line."""
+    if not is_first_process():
+        return
+    scores = ", ".join(f"{name} {value:.2f}" for name, value in results["scores"].items())
+    line = f"{results['mechanism']}: {results['score']} {scores}"
+    rate = results.get("samples_per_second")
+    if rate:
+        line += f"; {rate:,.0f} samples/s in training"
+    print(f"{line} ({results['device']})")
+
+
+def print_mapping(values: dict[str, Any]) -> None:
+    """One value on each line."""
+    if is_first_process():
+        for name, value in values.items():
+            print(f"{name}: {value:.2f}" if isinstance(value, float) else f"{name}: {value}")

@@ -1,0 +1,151 @@
+"""`espformer finetune`: another attention in a pre-trained encoder, scored, tuned, scored again."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from espformer.lab.cli.options import Jobs, Output, Save, ShowProgress, whole_numbers
+from espformer.lab.cli.reproduce import do_and_report
+
+__all__ = ["finetune"]
+
+
+def finetune(
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Directory of a transformers model, or its name.")
+    ],
+    task: Annotated[str, typer.Option("--task", "-t", help="tweeteval or imdb.")] = "tweeteval",
+    attention: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--attention",
+            "-a",
+            help="softmax (the model as it is), sinkhorn, esp, or LABEL={esp: {balance: both}}; "
+            "may be repeated. All of the first three unless given.",
+        ),
+    ] = None,
+    learning_rate: Annotated[
+        list[float] | None,
+        typer.Option("--learning-rate", "-r", help="May be repeated; 1e-4 unless given."),
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="Seeds, e.g. 0,1,2.")] = "0",
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training texts.")] = 2,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts of a step.")] = 64,
+    anneal_to: Annotated[
+        float, typer.Option(help="Sort temperature of ESP at the last step; 0 keeps it constant.")
+    ] = 1e-3,
+    precision: Annotated[str, typer.Option(help="32-true, bf16-mixed, ...")] = "32-true",
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens kept of a text; tweeteval 128, imdb 256.")
+    ] = None,
+    data_dir: Annotated[str | None, typer.Option("--data-dir", help="Where the data are.")] = None,
+    examples: Annotated[
+        int | None, typer.Option(min=1, help="Only so many texts of each split: to try it out.")
+    ] = None,
+    jobs: Jobs = 1,
+    save: Save = None,
+    output: Output = Path("runs"),
+    progress: ShowProgress = None,
+    table: Annotated[
+        bool,
+        typer.Option("--table/--no-table", hidden=True, help="Off in the runs of a comparison."),
+    ] = True,
+) -> None:
+    """Put other attentions into a pre-trained encoder, score it at once, fine-tune, score again.
+
+    A linear head is fitted once with the original attention, and all attentions begin with it; so
+    the score before training (plug and play) tells what the swap alone does. Then every attention
+    gets the same steps. For ESP the sort temperature falls on the way, and the result is scored
+    soft and with an exact sort.
+
+    Finished runs are kept, interrupted ones go on. The table goes to OUTPUT/NAME/results.md. With
+    --jobs on a GPU, start NVIDIA's MPS first: nvidia-cuda-mps-control -d.
+
+    Examples:
+
+      espformer finetune -m sentence-transformers/all-MiniLM-L6-v2 --seeds 0,1,2
+
+      espformer finetune -m DIR -a softmax -a esp -r 5e-5 -r 2e-4 --jobs 4
+
+      espformer finetune -m DIR -a 'hard={esp: {straight_through: true}}'
+
+      espformer finetune -m DIR --data-dir DATA --examples 500 --epochs 1
+    """
+    from espformer.lab.cli.display import print_results
+    from espformer.lab.errors import ConfigError
+    from espformer.lab.results.collect import write_report
+    from espformer.lab.training import processes
+    from espformer.lab.training.experiments import Job
+    from espformer.lab.training.finetuning import (
+        fit_shared_head,
+        head_file,
+        make_experiment,
+        read_attentions,
+    )
+    from espformer.lab.training.run_directory import check_same, run_directory
+    from espformer.lab.training.trainer import execute
+
+    attentions = read_attentions(attention or ["softmax", "sinkhorn", "esp"])
+    rates = learning_rate or [1e-4]
+    if len(set(rates)) < len(rates):
+        raise ConfigError("--learning-rate: the same one is given twice")
+    numbers = whole_numbers("--seeds", seeds)
+    experiment = make_experiment(
+        model,
+        task,
+        attentions,
+        rates,
+        numbers,
+        epochs=epochs,
+        batch_size=batch_size,
+        anneal_to=anneal_to or None,
+        precision=precision,
+        max_length=max_length,
+        data_dir=data_dir,
+        examples=examples,
+    )
+    runs = [
+        experiment.run(label, setting, seed)
+        for setting in experiment.grid.settings
+        for label in attentions
+        for seed in numbers
+    ]
+    if not head_file(output, runs[0]).exists():
+        print("fitting the head with the original attention")
+    fit_shared_head(runs[0], output)
+    if len(runs) == 1:
+        (run,) = runs
+        directory = run_directory(output, run)
+        print_results(execute(run, directory, output=output, progress=progress))
+        print(directory)
+        if table:
+            print(*reversed(write_report(experiment, output, save)), sep="\n")
+        return
+    shared = [
+        *("--model", model, "--task", task, "--epochs", str(epochs), "--output", str(output)),
+        *("--batch-size", str(batch_size), "--anneal-to", repr(anneal_to), "--no-progress"),
+        *("--precision", precision, "--no-table"),
+    ]
+    for option, value in (
+        ("--max-length", max_length),
+        ("--data-dir", data_dir),
+        ("--examples", examples),
+    ):
+        shared += [] if value is None else [option, str(value)]
+    given = {text.partition("=")[0]: text for text in attention or attentions}
+    work = [
+        Job(
+            run,
+            run_directory(output, run),
+            [
+                *("finetune", *shared),
+                *("--attention", given[run.label], "--seeds", str(run.seed)),
+                *("--learning-rate", repr(run.optimizer.learning_rate)),
+            ],
+        )
+        for run in runs
+    ]
+    for job in work:
+        check_same(job.run, job.directory)
+    do_and_report(experiment, work, jobs, output, save, processes.by_command)

@@ -1,0 +1,67 @@
+"""Arguments and options that several commands share."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from espformer.lab.errors import ConfigError
+
+__all__ = [
+    "Checkpoint", "DataDirectory", "Jobs", "Output", "Overrides", "RecipeName", "RunPath", "Save",
+    "ShowProgress", "Which", "whole_numbers",
+]  # fmt: skip
+
+
+class Which(StrEnum):
+    """A checkpoint of a run."""
+
+    last = "last"
+    best = "best"
+    hard = "hard"
+
+
+RecipeName = Annotated[
+    str, typer.Argument(help="Name of a recipe (see `espformer recipes`) or path of a .yaml.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY.PATH=VALUE]...",
+        help="Values that win over the recipe, e.g. trainer.epochs=5 "
+        "mechanism.esp.sort_temperature=0.1 trainer.precision=bf16-mixed",
+    ),
+]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Directory of all runs.")]
+RunPath = Annotated[
+    Path, typer.Argument(help="Directory of a run, or one of its checkpoint files.")
+]
+Checkpoint = Annotated[Which, typer.Option("--checkpoint", help="Which checkpoint of the run.")]
+DataDirectory = Annotated[
+    str | None, typer.Option("--data-dir", help="Where the data are; as in training if not given.")
+]
+ShowProgress = Annotated[
+    bool | None,
+    typer.Option("--progress/--no-progress", help="Progress bar; on a terminal by default."),
+]
+
+
+Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs at once; on a GPU under MPS.")]
+Save = Annotated[
+    Path | None,
+    typer.Option(help="Also keep the results in this directory, for `espformer results`."),
+]
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    """Return the numbers of an option such as `--seeds 0,1,2`.
+
+    Example:
+        >>> whole_numbers("--seeds", "0,1,2")
+        [0, 1, 2]
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{option}: expected numbers such as 0,1,2, got '{text}'") from None

@@ -1,0 +1,48 @@
+"""`espformer report`: a page about trained runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from espformer.lab.cli.options import DataDirectory, whole_numbers
+
+__all__ = ["report"]
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Directories of runs on the same data.")],
+    to: Annotated[Path, typer.Option("--to", help="The page to write.")] = Path("report.html"),
+    title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
+    examples: Annotated[
+        str, typer.Option(help="Places of the inputs to show, in the test data.")
+    ] = "0,1,2,3,4,5",
+    data_dir: DataDirectory = None,
+) -> None:
+    """Write one HTML page about trained runs: curves, attention maps, softness, slices, plans.
+
+    The page needs no other file and no network. Runs that were annealed (`espformer anneal`) are
+    shown soft, sharp and hard.
+
+    Examples:
+
+      espformer report runs/digits/default/espformer/seed-0
+
+      espformer report runs/digits/default/*/seed-0 --examples 7,8
+    """
+    import shlex
+    import sys
+
+    from espformer.lab.errors import UserError
+
+    try:
+        from espformer.lab.report import write_page
+        from espformer.lab.report.inspection import open_run
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f'the page needs {error.name}: pip install "espformer[train,plots]"'
+        ) from None
+    places = whole_numbers("--examples", examples)
+    opened = [open_run(path, data_dir) for path in runs]
+    command = shlex.join(["espformer", *sys.argv[1:]])
+    print(write_page(opened, to, command=command, title=title, examples=places))

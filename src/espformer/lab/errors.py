@@ -1,0 +1,27 @@
+"""Errors in words for the person who can put things right."""
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["ConfigError", "RunError", "UserError", "nearest"]
+
+
+class UserError(Exception):
+    """A mistake or an obstacle outside the code: the command line prints it without a traceback."""
+
+
+class ConfigError(UserError):
+    """A recipe or an override that does not say what it should."""
+
+
+class RunError(UserError):
+    """A run that cannot start or go on: a directory, a disk, a checkpoint."""
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """`did you mean 'epochs'?` where one is close, else the list of what there is."""
+    known = sorted(choices)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean '{close[0]}'?"
+    return f"there is {', '.join(known)}" if known else "nothing is expected here"

@@ -1,0 +1,223 @@
+"""Recipes: found by name, read strictly, and taken apart into runs."""
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from espformer.lab.errors import ConfigError, nearest
+from espformer.lab.recipes.build import (
+    build_mechanism,
+    check_data,
+    check_model,
+    has_sort_temperature,
+)
+from espformer.lab.recipes.schema import FinetuneRun, Grid, Run, TimingRun, TrainingRun
+from espformer.lab.recipes.yaml_schema import Origins, Spec, parse, read_text, read_yaml, set_path
+
+__all__ = ["Recipe", "load_recipe", "recipe_names", "run_from_plain"]
+
+_KINDS: dict[str, type[Run]] = {
+    "classification": TrainingRun,
+    "translation": TrainingRun,
+    "runtime": TimingRun,
+}
+# Filled in for each run by the recipe, never written among its sections.
+_IDENTITY = ("recipe", "label", "setting", "seed", "mechanism")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Head:
+    """The keys of a recipe that are about the experiment, not about one run."""
+
+    title: str
+    task: str
+    mechanisms: dict[str, Spec]
+    paper: str | None = None
+    note: str = ""
+    default_mechanism: str = "espformer"
+    grid: Grid = dataclasses.field(default_factory=Grid)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An experiment: what it compares, and how one of its runs is made."""
+
+    name: str
+    title: str
+    task: str
+    paper: str | None
+    default_mechanism: str
+    mechanisms: dict[str, Spec]
+    grid: Grid
+    sections: dict[str, Any]
+    origins: Origins
+    note: str = ""
+    """A remark that a reader of the results needs."""
+
+    def run(
+        self,
+        mechanism: str | None = None,
+        setting: str | None = None,
+        seed: int | None = None,
+        overrides: Sequence[str] = (),
+    ) -> Run:
+        """Return one run of the experiment.
+
+        Args:
+            mechanism: label of a mechanism; the recipe's default unless given.
+            setting: name of a setting; the first one unless given.
+            seed: seed; the first one of the grid unless given.
+            overrides: `key.path=value` texts, which win over the recipe.
+        """
+        label = self.default_mechanism if mechanism is None else mechanism
+        setting = next(iter(self.grid.settings)) if setting is None else setting
+        self._known("mechanism", label, self.mechanisms)
+        self._known("setting", setting, self.grid.settings)
+        raw = copy.deepcopy(self.sections)
+        raw["mechanism"] = self.mechanisms[label].plain()
+        origins = Origins(self.origins.file, dict(self.origins.places))
+        _move(origins, ("mechanisms", label), ("mechanism",))
+        for group, name, values in (
+            ("adjust", label, self.grid.adjust.get(label, {})),
+            ("settings", setting, self.grid.settings[setting]),
+        ):
+            for key, value in values.items():
+                place = self.origins.of(("grid", group, name, key))
+                _override(raw, key, copy.deepcopy(value), origins, place)
+        for text in overrides:
+            key, equals, value = text.partition("=")
+            if not equals or not key:
+                raise ConfigError(f"override '{text}': write it as key.path=value")
+            _override(raw, key, read_text(value), origins, "the command line")
+        kind = _KINDS[self.task]
+        _check_keys(kind, raw, origins)
+        seed = self.grid.seeds[0] if seed is None else seed
+        identity = {"recipe": self.name, "label": label, "setting": setting, "seed": seed}
+        run = parse(kind, {"task": self.task, **raw, **identity}, origins)
+        _check(run, origins)
+        return run
+
+    def runs(
+        self,
+        seeds: Sequence[int] | None = None,
+        overrides: Sequence[str] = (),
+        only: Sequence[str] = (),
+    ) -> list[Run]:
+        """Return all runs of the grid; `only` keeps those whose mechanism or setting it names."""
+        for name in only:
+            self._known("mechanism or setting", name, [*self.mechanisms, *self.grid.settings])
+        labels = [label for label in self.mechanisms if label in only] or list(self.mechanisms)
+        settings = [name for name in self.grid.settings if name in only] or list(self.grid.settings)
+        return [
+            self.run(label, setting, seed, overrides)
+            for setting in settings
+            for label in labels
+            for seed in (self.grid.seeds if seeds is None else seeds)
+        ]
+
+    def _known(self, what: str, name: str, names: Iterable[str]) -> None:
+        if name not in names:
+            raise ConfigError(f"recipe {self.name} has no {what} '{name}', {nearest(name, names)}")
+
+
+def recipe_names() -> list[str]:
+    """Return the recipes that come with the package."""
+    folder = resources.files("espformer.lab") / "recipes"
+    return sorted(
+        entry.name.removesuffix(".yaml")
+        for entry in folder.iterdir()
+        if entry.name.endswith(".yaml")
+    )
+
+
+def load_recipe(name: str | Path) -> Recipe:
+    """A recipe by its name, or by the path of a YAML file; every run of its grid is checked."""
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        if str(name) not in recipe_names():
+            hint = nearest(str(name), recipe_names())
+            raise ConfigError(f"no recipe is called '{name}', {hint} (or give the path of a .yaml)")
+        path = Path(str(resources.files("espformer.lab") / "recipes" / f"{name}.yaml"))
+    raw, origins = read_yaml(path)
+    head_keys = {f.name for f in dataclasses.fields(_Head)}
+    task = raw.get("task")
+    if task not in _KINDS:
+        hint = "this key is missing" if task is None else f"got {task!r}"
+        raise origins.error(("task",), f"{hint}, {nearest(str(task), _KINDS)}")
+    _check_keys(_KINDS[task], {k: v for k, v in raw.items() if k not in head_keys}, origins, raw)
+    head = parse(_Head, {k: v for k, v in raw.items() if k in head_keys}, origins)
+    sections = {k: v for k, v in raw.items() if k not in head_keys}
+    recipe = Recipe(
+        path.stem, head.title, head.task, head.paper, head.default_mechanism, head.mechanisms,
+        head.grid, sections, origins, head.note.strip(),
+    )  # fmt: skip
+    for label in head.grid.adjust:
+        if label not in head.mechanisms:
+            hint = nearest(label, head.mechanisms)
+            raise origins.error(("grid", "adjust", label), f"no mechanism '{label}', {hint}")
+    if head.default_mechanism not in head.mechanisms:
+        hint = nearest(head.default_mechanism, head.mechanisms)
+        raise origins.error(
+            ("default_mechanism",), f"no mechanism '{head.default_mechanism}', {hint}"
+        )
+    recipe.runs(seeds=recipe.grid.seeds[:1])
+    return recipe
+
+
+def run_from_plain(raw: dict[str, Any], file: str) -> Run:
+    """Return the run that a `config.yaml` or a checkpoint describes."""
+    origins = Origins(file)
+    task = raw.get("task")
+    kinds = {**_KINDS, "finetuning": FinetuneRun}
+    if task not in kinds:
+        raise ConfigError(f"{file}: not the description of a run (its task is {task!r})")
+    return parse(kinds[task], raw, origins)
+
+
+def _check_keys(
+    kind: type[Run], raw: dict[str, Any], origins: Origins, whole: dict[str, Any] | None = None
+) -> None:
+    """Refuse a key that neither the experiment nor a run has."""
+    known = {f.name for f in dataclasses.fields(kind)} - set(_IDENTITY) - {"task"}
+    if whole is None:
+        known |= {"mechanism"}
+    else:
+        known |= {f.name for f in dataclasses.fields(_Head)}
+    for key in raw:
+        if key not in known:
+            raise origins.error((str(key),), f"unknown key '{key}', {nearest(str(key), known)}")
+
+
+def _override(raw: dict[str, Any], key: str, value: Any, origins: Origins, place: str) -> None:
+    path = tuple(key.split("."))
+    if path[0] in ("mechanisms", "grid"):
+        raise ConfigError(
+            f"{place}: {key}: an override is about one run: write mechanism.…, or choose runs with "
+            "the options --mechanism, --setting, --seed and --only"
+        )
+    set_path(raw, path, value, origins, place)
+
+
+def _move(origins: Origins, source: tuple[str, ...], target: tuple[str, ...]) -> None:
+    for path, place in list(origins.places.items()):
+        if path[: len(source)] == source:
+            origins.places[target + path[len(source) :]] = place
+
+
+def _check(run: Run, origins: Origins) -> None:
+    """Refuse what is wrong although every key and type is right."""
+    build_mechanism(run.mechanism, origins, ("mechanism",))
+    if isinstance(run, TrainingRun):
+        check_data(run.data.set, origins, ("data", "set"))
+        check_model(run.model, origins, ("model",))
+        sharpens = run.annealing is not None or run.straight_through is not None or run.harden
+        if sharpens and not has_sort_temperature(run.mechanism):
+            raise origins.error(
+                ("mechanism",),
+                f"{run.mechanism} has no sort temperature: annealing, straight_through and harden "
+                "are for esp, alone or inside differential",
+            )

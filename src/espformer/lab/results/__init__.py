@@ -1,0 +1,1 @@
+"""Results: files that keep them, tables beside the paper's, claims and their tests."""

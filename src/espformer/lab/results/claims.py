@@ -1,0 +1,258 @@
+"""Claims of the paper and of ours about its mechanism, and a paired test of each.
+
+Every claim has a bar that the difference of its rows must pass: 0 for "is better", `-margin` for
+"does no harm". It held where the 95 % interval of the difference lies above the bar, and did not
+where it lies below. The p is two-sided, of a difference at the bar: p < 0.05 says the same.
+"""
+
+import re
+import statistics
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from espformer.lab.recipes.recipe import Recipe
+from espformer.lab.recipes.yaml_schema import read_yaml
+
+__all__ = [
+    "CLAIMS",
+    "HARMLESS",
+    "SCORES",
+    "Claim",
+    "Comparison",
+    "Verdict",
+    "anchor",
+    "claim_sentences",
+    "claims_table",
+    "compare",
+    "grid",
+    "verdict",
+]
+
+Result = dict[str, Any]
+
+# A loss of accuracy, or of BLEU, that nobody would notice.
+HARMLESS = 0.5
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One row does better than another, or, with a `margin`, at most that much worse.
+
+    Rows are (label of a mechanism, score); a pair has the same setting and the same seed. A claim
+    that the results themselves suggested is `post_hoc`: they cannot confirm it.
+    """
+
+    says: str
+    row: tuple[str, str]
+    other: tuple[str, str]
+    by: str = "ours"
+    margin: float | None = None
+    post_hoc: bool = False
+
+    @property
+    def source(self) -> str:
+        """Who says so, and whether before these runs."""
+        return f"{self.by}, asked after seeing these runs" if self.post_hoc else self.by
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Differences over pairs: their mean, its 95 % interval, and a paired t-test."""
+
+    pairs: int
+    by_setting: dict[str, float]
+    mean: float
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+
+
+class Verdict(NamedTuple):
+    """The outcome of a claim, and the same in words."""
+
+    outcome: Literal["held", "failed", "open"]
+    words: str
+
+
+def _read() -> dict[str, tuple[Claim, ...]]:
+    raw, _ = read_yaml(Path(__file__).with_suffix(".yaml"))
+    return {name: tuple(_claims(entries)) for name, entries in raw.items()}
+
+
+def _claims(entries: list[Any]) -> Iterator[Claim]:
+    for entry in entries:
+        if isinstance(entry, list):  # claims that several recipes share
+            yield from _claims(entry)
+        else:
+            row, other = (
+                (label, score or "test") for label, _, score in map(_split, entry["rows"])
+            )
+            rest = {key: value for key, value in entry.items() if key != "rows"}
+            yield Claim(row=row, other=other, **rest)
+
+
+def _split(row: str) -> tuple[str, str, str]:
+    return row.partition(" ")
+
+
+CLAIMS: dict[str, tuple[Claim, ...]] = _read()
+
+
+def compare(claim: Claim, results: Sequence[dict[str, Any]]) -> Comparison | None:
+    """Differences between the rows of a claim over their pairs; None without a pair."""
+    values = [
+        {
+            (result["setting"], result["seed"]): result["scores"][score]
+            for result in results
+            if result["mechanism"] == label and score in result["scores"]
+        }
+        for label, score in (claim.row, claim.other)
+    ]
+    pairs = sorted(values[0].keys() & values[1].keys())
+    if not pairs:
+        return None
+    differences = {pair: values[0][pair] - values[1][pair] for pair in pairs}
+    by_setting = {
+        name: statistics.fmean(d for (setting, _), d in differences.items() if setting == name)
+        for name in dict.fromkeys(result["setting"] for result in results)
+        if any(setting == name for setting, _ in pairs)
+    }
+    mean = statistics.fmean(differences.values())
+    if len(pairs) < 2:
+        return Comparison(len(pairs), by_setting, mean)
+    bar = -(claim.margin or 0.0)
+    if len(set(differences.values())) == 1:  # no deviation, and no t
+        return Comparison(len(pairs), by_setting, mean, mean, mean, float(mean == bar))
+    from scipy import stats  # takes a second to import
+
+    tested = stats.ttest_1samp(list(differences.values()), popmean=bar)
+    low, high = map(float, tested.confidence_interval(0.95))
+    return Comparison(len(pairs), by_setting, mean, low, high, float(tested.pvalue))
+
+
+def verdict(claim: Claim, found: Comparison) -> Verdict:
+    """Say whether the claim held, by where the interval lies."""
+    if found.low is None or found.high is None:
+        return Verdict("open", "a single pair decides nothing")
+    if claim.margin is None:
+        if found.low > 0:
+            return Verdict("held", "held")
+        if found.high < 0:
+            return Verdict("failed", "did not hold, the opposite is seen")
+        if found.low > -HARMLESS and found.high < HARMLESS:
+            return Verdict("open", f"not decided; any difference is below {HARMLESS:g} points")
+        return Verdict("open", "not decided")
+    within = f"within {claim.margin:g} points"
+    if found.low > 0:
+        return Verdict("held", "held, it is even better")
+    if found.low > -claim.margin:
+        smaller = "; a smaller loss is seen" if found.high < 0 else ""
+        return Verdict("held", f"held {within}{smaller}")
+    if found.high < -claim.margin:
+        return Verdict("failed", f"did not hold, a loss of more than {claim.margin:g} points")
+    loss = f"; a loss is seen, perhaps {within}" if found.high < 0 else ""
+    return Verdict("open", f"not decided{loss}")
+
+
+SCORES = {"start": ", before training", "test": "", "hard": ", hard sort", "mean": ""}
+"""Scores that tables show, and what they add to the name of a row."""
+
+_SIGNS = {"held": "✓", "failed": "✗", "open": "?"}
+
+
+def grid(rows: list[list[str]]) -> list[str]:
+    """Return a table in Markdown; the first row is its head."""
+    head, *body = ["| " + " | ".join(row) + " |" for row in rows]
+    return [head, "|" + "---|" * len(rows[0]), *body, ""]
+
+
+def anchor(heading: str) -> str:
+    """Return the fragment by which a heading of a page can be linked.
+
+    Example:
+        >>> anchor("MNIST, impact of patch size")
+        'mnist-impact-of-patch-size'
+    """
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def claim_sentences(recipe: Recipe, results: list[Result]) -> list[str]:
+    """Say whether each claim held, with the difference and the test."""
+    lines = [_sentence(claim, found) for claim, found in _compared(recipe, results)]
+    return [*lines, ""] if lines else []
+
+
+def claims_table(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
+    """Return all claims of a page, a line each, and how many held; nothing where there is none."""
+    rows, outcomes, afterwards, better = [], Counter[str](), 0, 0
+    for recipe, results in every:
+        for claim, found in _compared(recipe, results):
+            reached = verdict(claim, found)
+            outcomes[reached.outcome] += 1
+            afterwards += claim.post_hoc
+            better += claim.margin is None
+            interval = "" if found.low is None else f" ({_interval(found)})"
+            rows.append([
+                _SIGNS[reached.outcome],
+                f"[{recipe.name}](#{anchor(recipe.title)})",
+                f"{claim.says[0].upper()}{claim.says[1:]} ({claim.source})",
+                reached.words,
+                f"{_signed(found.mean)}{interval}",
+                "–" if found.p is None else _probability(found.p),
+            ])  # fmt: skip
+    if not rows:
+        return []
+    count = len(rows)
+    counts = (
+        f"Of {count} claims, {outcomes['held']} held (✓), {outcomes['failed']} did not (✗), and "
+        f"{outcomes['open']} are not decided (?); {afterwards} were asked after seeing these runs. "
+        "Differences are in points, with 95 % intervals. No p is corrected for the number of "
+        f"claims: if nothing made a difference, {better / 20:.1f} of the {better} that something "
+        "is better would be decided by chance."
+    )
+    head = ["", "experiment", "claim", "verdict", "difference", "p"]
+    return ["## Claims", "", *textwrap.wrap(counts, 100), "", *grid([head, *rows])]
+
+
+def _compared(recipe: Recipe, results: list[Result]) -> list[tuple[Claim, Comparison]]:
+    found = ((claim, compare(claim, results)) for claim in CLAIMS.get(recipe.name, ()))
+    return [(claim, comparison) for claim, comparison in found if comparison is not None]
+
+
+def _sentence(claim: Claim, found: Comparison) -> str:
+    text = f"- {claim.says[0].upper()}{claim.says[1:]} ({claim.source}): "
+    text += f"**{verdict(claim, found).words}**. `{_row(claim.row)}` minus `{_row(claim.other)}` "
+    text += f"is {_signed(found.mean)} points"
+    if found.low is None or found.p is None:
+        return f"{text} in one pair."
+    test = f"paired t-test of {found.pairs} pairs"
+    if claim.margin is not None:
+        test += f" against a loss of {claim.margin:g} points"
+    test += f", p {'' if found.p < 1e-4 else '= '}{_probability(found.p)}"
+    if len(found.by_setting) > 1:
+        means = (f"{setting} {_signed(mean)}" for setting, mean in found.by_setting.items())
+        test += f"; {', '.join(means)}"
+    return f"{text}, 95 % interval {_interval(found)} ({test})."
+
+
+def _interval(found: Comparison) -> str:
+    assert found.low is not None
+    assert found.high is not None
+    return f"{_signed(found.low)} to {_signed(found.high)}"
+
+
+def _probability(p: float) -> str:
+    return "< 0.0001" if p < 1e-4 else f"{p:.2g}"
+
+
+def _signed(points: float) -> str:
+    """Two decimals, or one digit that is not zero: the side of zero is always seen."""
+    return f"{points:+.2f}" if abs(points) >= 0.005 or points == 0 else f"{points:+.1g}"
+
+
+def _row(row: tuple[str, str]) -> str:
+    return row[0] + SCORES[row[1]]

@@ -1,0 +1,269 @@
+"""An experiment in words and numbers: its table beside the paper's, its claims, its conditions."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from espformer.lab.clock import in_words
+from espformer.lab.recipes.recipe import Recipe
+from espformer.lab.recipes.yaml_schema import plain
+from espformer.lab.results.claims import SCORES, claim_sentences, grid
+from espformer.lab.results.paper_numbers import TABLES, Number, Table
+from espformer.lab.training.run_directory import changes
+
+__all__ = ["in_order", "markdown", "summarise"]
+
+Result = dict[str, Any]
+
+_WAYS = {"spread": ("best", "median", "mean", "worst"), "median": ("median", "mean ± std")}
+
+
+def in_order(recipe: Recipe, results: list[Result]) -> list[Result]:
+    """Results in the order of the recipe's grid; those that it does not know come last."""
+    settings, labels = list(recipe.grid.settings), list(recipe.mechanisms)
+
+    def place(result: Result) -> tuple[int, int, int]:
+        setting, label = result["setting"], result["mechanism"]
+        known = setting in settings and label in labels
+        where = (settings.index(setting), labels.index(label)) if known else (len(settings), 0)
+        return (*where, result["seed"])
+
+    return sorted(results, key=place)
+
+
+def summarise(values: list[float]) -> Number:
+    """Best, median, mean, worst and standard deviation of some runs (one has no deviation).
+
+    Example:
+        >>> summarise([1.0, 2.0, 3.0])
+        Number(mean=2.0, std=1.0, best=3.0, median=2.0, worst=1.0)
+    """
+    return Number(
+        mean=statistics.fmean(values),
+        std=statistics.stdev(values) if len(values) > 1 else None,
+        best=max(values),
+        median=statistics.median(values),
+        worst=min(values),
+    )
+
+
+def markdown(
+    recipe: Recipe, results: list[Result], level: int = 1, picture: str | None = None
+) -> str:
+    """Return the section of an experiment: table, claims, conditions, what differs from the paper.
+
+    Args:
+        recipe: the experiment.
+        results: its runs.
+        level: of the heading.
+        picture: address of a figure to show.
+    """
+    table = TABLES.get(recipe.paper or "", Table("", "mean_std", {}))
+    lines = [f"{'#' * level} {recipe.title}", ""]
+    if table.caption:
+        lines += [f"Paper: {table.caption}.", ""]
+    if recipe.note:
+        lines += [recipe.note, ""]
+    if not results:
+        return "\n".join([*lines, "No run is finished yet.", ""])
+    if recipe.task == "runtime":
+        lines += _runtime(results)
+    else:
+        lines += _scores(table, results)
+        if picture is not None:
+            lines += [f"![{recipe.title}: the scores of the table as a figure]({picture})", ""]
+        lines += claim_sentences(recipe, results) + _behind(results)
+    notes = _footnotes(recipe, results)
+    lines += _conditions(results, notes)
+    lines += _differences(recipe, table, results)
+    commands = [f"{note}: `{command}`" for command, note in notes.items()]
+    return "\n".join([*lines, "", *commands, *([""] if commands else [])])
+
+
+def _scores(table: Table, results: list[Result]) -> list[str]:
+    """Scores by mechanism, of each setting or in each way of summing up, ours above the paper's."""
+    values: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for result in results:
+        for score, value in result["scores"].items():
+            if score in SCORES:
+                values[result["setting"], result["mechanism"], score].append(value)
+    settings = list(dict.fromkeys(result["setting"] for result in results))
+    rows = list(dict.fromkeys((label, score) for _, label, score in values))
+    columns = [(setting, "mean ± std") for setting in settings]
+    heads = list(settings)
+    if table.style == "spread" or len(settings) == 1:
+        ways = _WAYS.get(table.style, ("mean ± std",))
+        columns, heads = [(settings[0], way) for way in ways], list(ways)
+    beside = any(key[0] in settings for key in table.numbers)
+    lines = [["mechanism", *([""] if beside else []), "runs", *heads]]
+    for label, score in rows:
+        name = label + SCORES[score]
+        ours = {s: values.get((s, label, score)) for s in settings}
+        counts = {len(v) for v in ours.values() if v}
+        count = "–".join(str(n) for n in sorted({min(counts), max(counts)}))
+        cells = [_cell(summarise(v) if (v := ours[s]) else Number(), way) for s, way in columns]
+        lines.append([name, *(["here"] if beside else []), count, *cells])
+        theirs = [table.numbers.get((s, label, score), Number()) for s, _ in columns]
+        if any(number != Number() for number in theirs):
+            cells = [_cell(n, way) for n, (_, way) in zip(theirs, columns, strict=True)]
+            lines.append(["", "paper", "", *cells])
+    return grid(lines)
+
+
+def _cell(number: Number, column: str) -> str:
+    if column == "mean ± std":
+        if number.mean is None:
+            return "–"
+        return f"{number.mean:.2f}" + ("" if number.std is None else f" ± {number.std:.2f}")
+    value = getattr(number, column)
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _behind(results: list[Result]) -> list[str]:
+    """Write the table behind the scores: sums, sizes, times, learnt temperatures."""
+    heads = {
+        "row_error": "row sums off", "column_error": "column sums off", "entropy": "entropy",
+    }  # fmt: skip
+    if not any("attention" in result for result in results):
+        return []
+    learns = any("learnt_sort_temperatures" in result for result in results)
+    lines = [
+        ["mechanism", *heads.values(), "parameters", "seconds per run", "examples per second"]
+        + (["t learnt"] if learns else [])
+    ]
+    for label in dict.fromkeys(result["mechanism"] for result in results):
+        group = [result for result in results if result["mechanism"] == label]
+        cells = [label]
+        for name in heads:
+            numbers = [r["attention"][name] for r in group if name in r.get("attention", {})]
+            cells.append(f"{statistics.fmean(numbers):.2g}" if numbers else "–")
+        cells.append(_range([r.get("parameters") for r in group], ",.0f"))
+        cells.append(_range([_seconds(r) for r in group], ",.0f"))
+        cells.append(_range([r.get("samples_per_second") for r in group], ",.0f"))
+        if learns:
+            learnt = [t for r in group for t in r.get("learnt_sort_temperatures", [])]
+            cells.append(_range(learnt, ".2g"))
+        lines.append(cells)
+    note = [
+        "Mean distances of row and column sums from one, and entropy of a row over that of a",
+        "uniform one, on four examples of the last evaluation; matrices with negative entries,",
+        "which differential attention may have, are left out. Examples per second are those of",
+        "training steps alone, of runs that may have shared the machine with others.",
+    ]
+    return [*grid(lines), *note, ""]
+
+
+def _seconds(result: Result) -> float | None:
+    """Seconds of the whole run; of runs that went on after a stop, older ones forgot the rest."""
+    if result.get("continued") and result.get("seconds_before") is None:
+        return None
+    return result.get("seconds")
+
+
+def _range(values: Sequence[float | None], form: str) -> str:
+    numbers = [value for value in values if value is not None]
+    if not numbers:
+        return "–"
+    low, high = f"{min(numbers):{form}}", f"{max(numbers):{form}}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _runtime(results: list[Result]) -> list[str]:
+    lines = [["setting", "mechanism", "ms, here", "row sums off", "columns off"]]
+    for result in results:
+        check = result.get("check", {})
+        errors = [
+            f"{check[name]:.1e}" if name in check else "–" for name in ("row_error", "column_error")
+        ]
+        lines.append(
+            [result["setting"], result["mechanism"], f"{result['scores']['mean']:.3g}", *errors]
+        )
+    return grid(lines)
+
+
+def _footnotes(recipe: Recipe, results: list[Result]) -> dict[str, str]:
+    """Give each command that made runs a footnote, so that it is stated once."""
+    commands = dict.fromkeys(result["command"] for result in results if result.get("command"))
+    return {command: f"[^{recipe.name}-{n}]" for n, command in enumerate(commands, 1)}
+
+
+def _conditions(results: list[Result], notes: dict[str, str]) -> list[str]:
+    """Say where runs were made and by which command: once, or for each part that differs."""
+    parts: dict[tuple[str, str], list[Result]] = defaultdict(list)
+    for result in results:
+        parts[result.get("command") or "", _machine(result)].append(result)
+    known = [seconds for result in results if (seconds := _seconds(result)) is not None]
+    every = f"- {_count(results)}; {in_words(sum(known))} of training, summed over runs."
+    unknown = len(results) - len(known)
+    if unknown:
+        which = "a run" if unknown == 1 else f"{unknown} runs"
+        every += f" Neither this nor the seconds per run count {which} that went on after a stop"
+        every += " and did not keep the time before it."
+    if len(parts) == 1:
+        ((command, machine),) = parts
+        made = [f"- Made by one command.{notes[command]}"] if command else []
+        return [*made, f"- On {machine}.", every]
+    settings = len({result["setting"] for result in results}) > 1
+    lines = []
+    for (command, machine), part in parts.items():
+        lines.append(f"- {_count(part, settings)}: made on {machine}.{notes.get(command, '')}")
+    return [*lines, every]
+
+
+def _machine(result: Result) -> str:
+    """Device, precision and versions behind a run."""
+    config, versions = result["config"], result["versions"]
+    precision = config.get("trainer", config).get("precision", "")
+    revision = versions.get("revision")
+    return (
+        f"{result['device']}; precision {precision}; torch {versions['torch']}; "
+        f"espformer {versions['espformer']}" + (f" at {revision}" if revision else "")
+    )
+
+
+def _count(results: list[Result], settings: bool = False) -> str:
+    """Say how many runs, of which settings if there are several, with which seeds."""
+    runs = f"{len(results)} run{'' if len(results) == 1 else 's'}"
+    which = [_some(dict.fromkeys(result["setting"] for result in results))] if settings else []
+    seeds = sorted({result["seed"] for result in results})
+    seed = f"seed{'' if len(seeds) == 1 else 's'} {_some(map(str, seeds))}"
+    return ", ".join([runs, *which, seed])
+
+
+def _differences(recipe: Recipe, table: Table, results: list[Result]) -> list[str]:
+    """List what is not as in the paper, or not as in the recipe where there is no paper."""
+    of = "the paper" if table.caption else "the recipe"
+    lines: list[str] = []
+    changed: dict[tuple[str, Any, Any], list[str]] = defaultdict(list)
+    for result in results:
+        label, setting = result["mechanism"], result["setting"]
+        if label in recipe.mechanisms and setting in recipe.grid.settings:
+            asked = plain(recipe.run(label, setting, result["seed"]))
+            for key, ours, here in changes(asked, result["config"]):
+                # A key that came later is not known to older results.
+                if here is not None or key.startswith(("mechanism", "model", "data.set")):
+                    changed[key, str(ours), str(here)].append(label)
+    for (key, asked_for, here), labels in changed.items():
+        which = sorted(set(labels))
+        everyone = len(which) == len({r["mechanism"] for r in results})
+        whose = "" if everyone else f" ({_some(which)})"
+        lines.append(f"`{key}` is {here}, the recipe has {asked_for}{whose}")
+    left = [s for s in recipe.grid.settings if s not in {r["setting"] for r in results}]
+    if left:
+        lines.append(f"settings not run: {_some(left)}")
+    left = [m for m in recipe.mechanisms if m not in {r["mechanism"] for r in results}]
+    if left:
+        lines.append(f"mechanisms not run: {_some(left)}")
+    seeds = {r["seed"] for r in results}
+    if len(seeds) != len(recipe.grid.seeds):
+        lines.append(f"seeds: {len(seeds)} instead of {len(recipe.grid.seeds)}")
+    facts = [fact for r in results for fact in r.get("data", {}).get("differences", [])]
+    lines += [f"data: {fact}" for fact in dict.fromkeys(facts)]
+    if not lines:
+        return []
+    return [f"- Differs from {of}:", *(f"  - {line}" for line in lines)]
+
+
+def _some(names: Iterable[str]) -> str:
+    return ", ".join(names)

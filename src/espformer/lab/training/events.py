@@ -1,0 +1,86 @@
+"""Progress of a training as events, for whoever shows it: a board of many runs, or the demo.
+
+An event is a small mapping such as ``{"state": "training", "epoch": 3, "epochs": 20, "score":
+0.91}``. A run that another process watches appends its events, a line of JSON each, to the file
+that the variable ESPFORMER_EVENTS names.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from espformer.lab.clock import Stopwatch
+
+__all__ = ["ENVIRONMENT", "Event", "Listener", "ReportProgress", "last_event", "listener"]
+
+Event = dict[str, Any]
+Listener = Callable[[Event], None]
+
+ENVIRONMENT = "ESPFORMER_EVENTS"
+
+
+def listener() -> Listener | None:
+    """Return what writes events to the file that the environment names, if it names one."""
+    path = os.environ.get(ENVIRONMENT)
+    if not path:
+        return None
+
+    def write(event: Event) -> None:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")
+
+    return write
+
+
+def last_event(path: Path) -> Event:
+    """Read the newest event of a file; nothing where there is none, or while it is written."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+            whole = file.read().decode("utf-8", errors="replace").rpartition("\n")[0]
+        event: Event = json.loads(whole.rpartition("\n")[2])
+        return event
+    except (OSError, ValueError):
+        return {}
+
+
+class ReportProgress(Callback):
+    """Tells a listener, and the log of a run without a progress bar, of every epoch.
+
+    Args:
+        score: name of the logged score.
+        tell: called with each event.
+        lines: also print a line for people.
+    """
+
+    def __init__(self, score: str, tell: Listener | None, *, lines: bool) -> None:
+        self.score, self.tell, self.lines = score, tell, lines
+        self._epoch = Stopwatch()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._emit(trainer, trainer.current_epoch)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._epoch.restart()
+
+    def report_epoch(self, trainer: Trainer) -> None:
+        """Tell what came out of an epoch; the learner calls this once its means are logged."""
+        done, seconds = trainer.current_epoch + 1, self._epoch.seconds
+        named = {
+            name: float(trainer.callback_metrics[name])
+            for name in ("train/loss", self.score)
+            if name in trainer.callback_metrics
+        }
+        self._emit(trainer, done, score=named.get(self.score), seconds=seconds)
+        if self.lines and trainer.is_global_zero:
+            numbers = (f"{name} {value:.4f}" for name, value in named.items())
+            epoch = f"epoch {done}/{trainer.max_epochs}"
+            print(", ".join([epoch, *numbers, f"{seconds:.1f} s"]), flush=True)
+
+    def _emit(self, trainer: Trainer, epoch: int, **more: Any) -> None:
+        if self.tell is not None and trainer.is_global_zero:
+            self.tell({"state": "training", "epoch": epoch, "epochs": trainer.max_epochs, **more})

@@ -1,0 +1,309 @@
+"""Fine-tuning: pre-trained encoders with another attention, scored at once, trained, scored again.
+
+What `espformer finetune` does for each attention and each seed:
+
+1. A linear head is fitted on the mean of the encoder's last hidden states, once, with the original
+   attention and the published weights. All attentions begin with this head.
+2. *Plug and play*: the attention is replaced, nothing else, and the model is scored.
+3. The whole model is fine-tuned, for the same number of steps with the same batches whatever the
+   attention; the sort temperature of ESP falls geometrically on the way.
+4. It is scored as it was trained and, for ESP, with an exact sort.
+
+Why a fitted head: with a random one the score before training says nothing about the attention. A
+head that is trained together with the encoder would give softmax more training than the others.
+A logistic regression is convex: it has one solution, no seed, and leaves the encoder alone.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from safetensors.torch import load, save
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from espformer.lab.data import Task
+from espformer.lab.errors import ConfigError, RunError, nearest
+from espformer.lab.files import check_directory, write_atomically
+from espformer.lab.recipes.build import build_mechanism
+from espformer.lab.recipes.recipe import Recipe
+from espformer.lab.recipes.schema import FinetuneRun, Grid
+from espformer.lab.recipes.yaml_schema import Origins, Spec, parse, read_text
+from espformer.lab.training.learner import LOG_EVERY, Classifier
+from espformer.lab.training.optimizers import make_optimizer
+from espformer.lab.training.pretrained import (
+    head_for,
+    load_texts,
+    make_classifier,
+    weights_info,
+)
+from espformer.nn import anneal, get_sort_temperatures
+
+__all__ = [
+    "AnnealByStep",
+    "Experiment",
+    "FinetuneLearner",
+    "fit_shared_head",
+    "head_file",
+    "make_experiment",
+    "read_attentions",
+    "warm_up_and_decay",
+]
+
+TASKS = ("tweeteval", "imdb")
+# Tokens kept of a text: no tweet is longer, and two of three reviews are shorter.
+MAX_LENGTH = {"tweeteval": 128, "imdb": 256}
+
+
+def read_attentions(texts: Sequence[str]) -> dict[str, Spec]:
+    """Labels and mechanisms from the command line: ``esp``, ``sharp={esp: {...}}``.
+
+    Example:
+        >>> read_attentions(["softmax", "sharp={esp: {sort_temperature: 0.01}}"])["sharp"].name
+        'esp'
+    """
+    attentions: dict[str, Spec] = {}
+    for text in texts:
+        label, equals, value = text.partition("=")
+        origins = Origins("--attention")
+        named = read_text(value) if equals else label
+        build_mechanism(named, origins, (label,))
+        spec = parse(Spec, named, origins, (label,))
+        if label in attentions:
+            raise ConfigError(f"--attention {label}: is given twice; labels must differ")
+        attentions[label] = spec
+    return attentions
+
+
+@dataclass(frozen=True)
+class Experiment(Recipe):
+    """An experiment that a command line asks for, as a recipe: for tables of its results."""
+
+    made: dict[tuple[str, str], FinetuneRun] = dataclasses.field(default_factory=dict)
+    """A run for each attention and learning rate."""
+
+    def run(
+        self,
+        mechanism: str | None = None,
+        setting: str | None = None,
+        seed: int | None = None,
+        overrides: Sequence[str] = (),
+    ) -> FinetuneRun:
+        """Return one run of the experiment; the arguments are those of a recipe."""
+        label = self.default_mechanism if mechanism is None else mechanism
+        setting = next(iter(self.grid.settings)) if setting is None else setting
+        seed = self.grid.seeds[0] if seed is None else seed
+        return dataclasses.replace(self.made[label, setting], seed=seed)
+
+
+def make_experiment(
+    model: str,
+    task: str,
+    attentions: dict[str, Spec],
+    rates: Sequence[float],
+    seeds: Sequence[int],
+    *,
+    epochs: int,
+    batch_size: int,
+    anneal_to: float | None,
+    precision: str,
+    max_length: int | None,
+    data_dir: str | None,
+    examples: int | None,
+) -> Experiment:
+    """Return every attention with every learning rate and every seed, equal in all else."""
+    if task not in TASKS:
+        raise ConfigError(f"--task {task}: {nearest(task, TASKS)}")
+    name = Path(model.rstrip("/")).name
+    recipe = f"finetune-{name}-{task}"
+    origins = Origins("the command line")
+    common = {
+        "recipe": recipe,
+        "task": "finetuning",
+        "seed": seeds[0],
+        "data": {
+            "set": {task: {} if examples is None else {"examples": examples}},
+            "batch_size": batch_size,
+            "eval_batch_size": 256,
+            "directory": data_dir,
+        },
+        "model": {
+            "pretrained": {
+                "path": model,
+                "max_length": MAX_LENGTH[task] if max_length is None else max_length,
+            }
+        },
+        "trainer": {"epochs": epochs, "precision": precision, "attention_statistics": False},
+    }
+    made = {}
+    for rate in rates:
+        optimizer = {"name": "adamw", "learning_rate": rate, "weight_decay": 0.01, "clip_norm": 1.0}
+        for label, spec in attentions.items():
+            mechanism = build_mechanism(spec)
+            sorts = mechanism.has_sort_temperature
+            # A hard forward needs no falling temperature: two ways to one end.
+            hard = any(getattr(module, "straight_through", 0) for module in mechanism.modules())
+            own = {
+                "mechanism": spec.plain(),
+                "label": label,
+                "setting": _setting(rate),
+                "optimizer": optimizer,
+                "harden": sorts,
+                "anneal_to": anneal_to if sorts and not hard else None,
+            }
+            made[label, _setting(rate)] = parse(FinetuneRun, common | own, origins)
+    return Experiment(
+        name=recipe,
+        title=f"Fine-tuning {name} on {task}: other attentions in a model trained with softmax",
+        task="classification",
+        paper=None,
+        default_mechanism=next(iter(attentions)),
+        mechanisms=attentions,
+        grid=Grid(seeds=list(seeds), settings={_setting(rate): {} for rate in rates}),
+        sections={},
+        origins=origins,
+        made=made,
+    )
+
+
+def _setting(rate: float) -> str:
+    return f"lr {rate:g}"
+
+
+def head_file(output: Path, run: FinetuneRun) -> Path:
+    """Where the head lies that all runs of an experiment begin with."""
+    return output / run.recipe / "head.safetensors"
+
+
+def fit_shared_head(run: FinetuneRun, output: Path) -> Path:
+    """Fit the head of an experiment with the original attention, unless it is there."""
+    path = head_file(output, run)
+    # What the head depends on; the files of the model may lie elsewhere tomorrow.
+    said = {"data": run.data.set.plain(), "max_length": run.max_length, **weights_info(run.path)}
+    said.pop("path", None)
+    note = path.with_suffix(".json")
+    if path.exists() and note.exists():
+        if json.loads(note.read_text(encoding="utf-8")) != said:
+            raise RunError(
+                f"{path}: was fitted with another model, other data or another max_length; choose "
+                "another --output, or move the directory away"
+            )
+        return path
+    check_directory(path.parent)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    head = head_for(run, load_texts(run), device)
+    write_atomically(path, save({name: x.contiguous() for name, x in head.items()}))
+    write_atomically(note, json.dumps(said, indent=1) + "\n")
+    return path
+
+
+def warm_up_and_decay(step: int, steps: int, warmup: float) -> float:
+    """Factor of the learning rate: up in a line over `warmup` of the steps, then down to zero.
+
+    Example:
+        >>> [round(warm_up_and_decay(step, 10, 0.2), 3) for step in (0, 1, 2, 6, 10)]
+        [0.5, 1.0, 1.0, 0.5, 0.0]
+    """
+    rising = max(1, round(warmup * steps))
+    if step < rising:
+        return (step + 1) / rising
+    return max(0.0, (steps - step) / max(1, steps - rising))
+
+
+class FinetuneLearner(Classifier):
+    """A :class:`Classifier` whose learning rate falls to zero; tests also give the macro recall.
+
+    Macro recall is what TweetEval is scored by: a model that always says the largest class has a
+    decent accuracy, and the macro recall of a coin.
+    """
+
+    keeps_best = False
+
+    def __init__(self, run: FinetuneRun, task: Task) -> None:
+        torch.manual_seed(run.seed)
+        assert task.classes is not None
+        super().__init__(run, make_classifier(run, task.classes))
+        self.finetune = run
+        self.confusion: Tensor | None = None
+        """Of the test so far, ``(classes, classes)``: rows are true, columns are found."""
+
+    def begin(self, output: Path) -> None:
+        """Begin with the head that was fitted with the original attention."""
+        path = head_file(output, self.finetune)
+        if not path.is_file():
+            raise RunError(f"{path}: the head is not there; espformer finetune fits it first")
+        head: Any = self.model.head
+        head.load_state_dict(load(path.read_bytes()))
+
+    def callbacks(self) -> list[Callback]:
+        end = self.finetune.anneal_to
+        return [] if end is None else [AnnealByStep(_first_temperature(self.model), end)]
+
+    def about(self, recalls: dict[str, float]) -> dict[str, Any]:
+        return {"macro_recall": recalls, "weights": weights_info(self.finetune.path)}
+
+    def configure_optimizers(self) -> Any:
+        config = self.run.optimizer
+        # Lightning does not clip for fused optimisers under autocast.
+        mixed = self.run.trainer.precision.endswith("mixed")
+        optimizer = make_optimizer(self.model, config, allow_fused=not mixed)
+        steps, warmup = int(self.trainer.estimated_stepping_batches), self.finetune.warmup
+        schedule = LambdaLR(optimizer, lambda step: warm_up_and_decay(step, steps, warmup))
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+    def on_test_epoch_start(self) -> None:
+        super().on_test_epoch_start()
+        self.confusion = None
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        _, logits = self.measure("test", batch)
+        classes = logits.shape[-1]
+        pairs = classes * batch["labels"] + logits.argmax(-1)
+        counts = torch.bincount(pairs, minlength=classes**2).view(classes, classes)
+        self.confusion = counts if self.confusion is None else self.confusion + counts
+
+    def on_test_epoch_end(self) -> None:
+        super().on_test_epoch_end()
+        if self.confusion is not None:
+            recalls = self.confusion.diagonal() / self.confusion.sum(1).clamp(min=1)
+            self.log("test/recall", recalls.mean())
+
+
+class AnnealByStep(Callback):
+    """The sort temperature goes from what it is to `end`, by the same factor before each step.
+
+    Temperatures are part of the weights, so a run that goes on from a checkpoint goes on here too.
+    """
+
+    def __init__(self, start: float, end: float) -> None:
+        self.start, self.end = start, end
+        self.factor = 1.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        steps = int(trainer.estimated_stepping_batches)
+        self.factor = (self.end / self.start) ** (1 / max(1, steps))
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        model: Any = pl_module.model
+        if trainer.fit_loop.total_batch_idx % trainer.accumulate_grad_batches == 0:
+            anneal(model, self.factor)
+        if (trainer.global_step + 1) % LOG_EVERY == 0:
+            found = get_sort_temperatures(model).values()
+            numbers = torch.tensor([x for t in found for x in (t if isinstance(t, list) else [t])])
+            pl_module.log("sort_temperature", numbers.mean(), rank_zero_only=True)
+
+
+def _first_temperature(model: nn.Module) -> float:
+    """Return the sort temperature that the mechanisms begin with."""
+    first = next(iter(get_sort_temperatures(model).values()))
+    return first[0] if isinstance(first, list) else first

@@ -1,0 +1,179 @@
+"""After training: evaluate, anneal and harden, each from a checkpoint.
+
+train soft → anneal (t ← 0.8 t, 40 epochs) → harden → evaluate exact doubly-stochastic attention
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+
+from espformer.lab.errors import RunError
+from espformer.lab.files import check_directory, write_atomically
+from espformer.lab.machine import run_conditions
+from espformer.lab.recipes.build import has_sort_temperature
+from espformer.lab.recipes.recipe import run_from_plain
+from espformer.lab.recipes.schema import Annealing, Schedule, Start, TrainingRun
+from espformer.lab.training.assemble import TaskData, load_task, load_weights, make_learner
+from espformer.lab.training.checkpoints import read_checkpoint
+from espformer.lab.training.events import Listener
+from espformer.lab.training.learner import MARK, Learner
+from espformer.lab.training.trainer import execute, make_trainer, score_percent
+from espformer.nn import ESP, set_sort_temperature
+from espformer.nn import harden as harden_model
+
+__all__ = ["anneal", "evaluate", "harden", "open_checkpoint"]
+
+CHECKPOINTS = ("last", "best", "hard")
+_SOFT = "take a soft checkpoint, such as --checkpoint last"
+
+
+def open_checkpoint(path: Path, which: str = "last") -> tuple[TrainingRun, Path]:
+    """Return the run that a directory or a checkpoint file belongs to, and the checkpoint."""
+    if path.is_dir():
+        file = path / f"{which}.ckpt"
+        if not file.exists():
+            there = [name for name in CHECKPOINTS if (path / f"{name}.ckpt").exists()]
+            hint = f"there is {', '.join(there)}" if there else "no run was trained there"
+            raise RunError(f"{path}: has no checkpoint '{which}', {hint}")
+    else:
+        file = path
+    said = read_checkpoint(file)[MARK]["run"]
+    if said.get("task") == "finetuning":
+        raise RunError(
+            f"{file}: a fine-tuned model of transformers; its scores are in results.json beside "
+            "it, espformer.lab.training.pretrained.load_classifier opens it, and espformer export "
+            "writes it as a graph"
+        )
+    run = run_from_plain(said, str(file))
+    if not isinstance(run, TrainingRun):
+        raise RunError(f"{file}: a timing has no model to work with")
+    return run, file
+
+
+def evaluate(
+    path: Path,
+    *,
+    which: str = "last",
+    hard: bool = False,
+    sort_temperature: float | None = None,
+    data_directory: str | None = None,
+    progress: bool | None = None,
+) -> dict[str, Any]:
+    """Score of a checkpoint on the test data, as it was saved or with another sort."""
+    run, file = open_checkpoint(path, which)
+    if (hard or sort_temperature is not None) and not has_sort_temperature(run.mechanism):
+        raise RunError(f"{file}: {run.mechanism} has no sort to change")
+    if hard and sort_temperature is not None:
+        raise RunError("an exact sort has no temperature: give --hard or --sort-temperature")
+    learner, data, trainer = _ready(run, file, data_directory, progress)
+    if sort_temperature is not None:
+        if _is_hard(learner.model):
+            raise RunError(f"{file}: sorts exactly, a temperature would change nothing; {_SOFT}")
+        try:
+            set_sort_temperature(learner.model, sort_temperature)
+        except ValueError as error:
+            raise RunError(str(error)) from None
+    if hard:
+        harden_model(learner.model)
+    score = score_percent(trainer.test(learner, datamodule=data, verbose=False), learner)
+    return {"checkpoint": str(file), "score": learner.score, "test": score}
+
+
+def anneal(
+    path: Path,
+    *,
+    which: str = "last",
+    epochs: int = 40,
+    factor: float = 0.8,
+    learning_rate: float | None = None,
+    data_directory: str | None = None,
+    progress: bool | None = None,
+    tell: Listener | None = None,
+) -> dict[str, Any]:
+    """Fine-tune while the sort temperature falls, then evaluate soft and hard.
+
+    The work is a run of its own in `anneal/` beside the checkpoint, which goes on when interrupted.
+    """
+    run, file = open_checkpoint(path, which)
+    if not has_sort_temperature(run.mechanism):
+        raise RunError(f"{file}: {run.mechanism} has no sort temperature to anneal")
+    if epochs < 1:
+        raise RunError(f"epochs must be at least 1, got {epochs}: t falls before each of them")
+    data = run.data
+    if data_directory is not None:
+        data = dataclasses.replace(data, directory=data_directory)
+    try:
+        optimizer = run.optimizer
+        if learning_rate is not None:
+            optimizer = dataclasses.replace(optimizer, learning_rate=learning_rate)
+        annealed = dataclasses.replace(
+            run,
+            data=data,
+            optimizer=optimizer,
+            schedule=Schedule(),
+            trainer=dataclasses.replace(
+                run.trainer,
+                epochs=epochs,
+                cuda_graph=run.trainer.cuda_graph and torch.cuda.is_available(),
+            ),
+            annealing=Annealing(factor=factor),
+            straight_through=None,
+            start=Start(checkpoint=str(file.resolve())),
+            harden=True,
+        )
+    except ValueError as error:
+        raise RunError(str(error)) from None
+    return execute(annealed, file.parent / "anneal", progress=progress, tell=tell)
+
+
+def harden(
+    path: Path,
+    *,
+    which: str = "last",
+    data_directory: str | None = None,
+    progress: bool | None = None,
+) -> dict[str, Any]:
+    """Evaluate a checkpoint soft and hard, and keep the hard one as `hard.ckpt`."""
+    run, file = open_checkpoint(path, which)
+    if not has_sort_temperature(run.mechanism):
+        raise RunError(f"{file}: {run.mechanism} has no sort to harden")
+    check_directory(file.parent, file.stat().st_size)
+    learner, data, trainer = _ready(run, file, data_directory, progress)
+    if _is_hard(learner.model):
+        raise RunError(f"{file}: sorts exactly already; {_SOFT}")
+    soft = score_percent(trainer.test(learner, datamodule=data, verbose=False), learner)
+    harden_model(learner.model)
+    hard = score_percent(trainer.test(learner, datamodule=data, verbose=False), learner)
+    target = file.parent / "hard.ckpt"
+    trainer.save_checkpoint(target, weights_only=True)
+    results = {
+        "checkpoint": str(file),
+        "hard_checkpoint": str(target),
+        "score": learner.score,
+        "soft": soft,
+        "hard": hard,
+        **run_conditions(),
+    }
+    write_atomically(file.parent / "hard.json", json.dumps(results, indent=1) + "\n")
+    return results
+
+
+def _is_hard(model: nn.Module) -> bool:
+    return any(isinstance(module, ESP) and module.hard for module in model.modules())
+
+
+def _ready(
+    run: TrainingRun, file: Path, data_directory: str | None, progress: bool | None
+) -> tuple[Learner, TaskData, Trainer]:
+    if data_directory is not None:
+        run = dataclasses.replace(run, data=dataclasses.replace(run.data, directory=data_directory))
+    task = load_task(run)
+    learner = make_learner(run, task)
+    load_weights(learner.model, read_checkpoint(file)["state_dict"], str(file))
+    trainer = make_trainer(run, None, progress=progress)
+    return learner, TaskData(run, task), trainer

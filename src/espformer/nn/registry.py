@@ -1,0 +1,16 @@
+"""The mechanisms by the names that recipes, configurations and commands write."""
+
+from espformer.nn.class_token import ClassToken
+from espformer.nn.differential import Differential
+from espformer.nn.esp import ESP
+from espformer.nn.mechanisms import Mechanism, Sinkhorn, Softmax
+
+__all__ = ["MECHANISMS"]
+
+MECHANISMS: dict[str, type[Mechanism]] = {
+    "class_token": ClassToken,
+    "differential": Differential,
+    "esp": ESP,
+    "sinkhorn": Sinkhorn,
+    "softmax": Softmax,
+}

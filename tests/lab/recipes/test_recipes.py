@@ -1,0 +1,243 @@
+"""Every recipe loads, says what the paper's appendix says, and runs, on stand-ins for its data."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import espformer.lab.data
+from espformer.lab.cli import app
+from espformer.lab.data import Task, TensorSet
+from espformer.lab.data.translation import PairSet
+from espformer.lab.data.vocabulary import Ragged
+from espformer.lab.recipes.recipe import load_recipe, recipe_names
+from espformer.lab.recipes.schema import TimingRun
+from espformer.lab.results.paper_numbers import TABLES
+from espformer.lab.training.experiments import plan
+from espformer.lab.training.trainer import execute
+
+EXPERIMENTS = {
+    "mnist-patch-size", "cats-dogs", "cats-dogs-anneal", "cats-dogs-slicers", "imdb", "tweeteval",
+    "iwslt14", "iwslt14-plug-and-play", "modelnet40-set", "modelnet40-pct", "runtime", "digits",
+    "mnist-hypotheses", "mnist-hardening",
+}  # fmt: skip
+
+# t, τ, ε, S, λ, learning rate, batch size, epochs, milestones: the tables of appendix C.
+APPENDIX = {
+    "modelnet40-set": (1e-3, 0.1, 0.1, 21, 0.8, 1e-3, 64, 300, [200]),
+    "modelnet40-pct": (1e-3, 0.1, 0.1, 21, 0.8, 1e-4, 32, 300, [250]),
+    "imdb": (1e-3, 10.0, 0.1, 15, 0.33, 1e-4, 32, 15, [12]),
+    "tweeteval": (1e-3, 10.0, 0.1, 15, 0.33, 1e-4, 32, 15, [12]),
+    "cats-dogs": (1e-3, 0.1, 1.0, 3, 0.5, 3e-5, 64, 300, [250]),
+    "mnist-patch-size": (1e-3, 0.0, 1.0, 5, 0.5, 2e-3, 100, 45, [35, 41]),
+}
+
+
+def test_there_is_one_for_each_experiment():
+    assert set(recipe_names()) == EXPERIMENTS
+
+
+@pytest.mark.parametrize("name", sorted(EXPERIMENTS))
+def test_every_recipe_loads_and_every_run_is_described(name):
+    recipe = load_recipe(name)
+    runs = recipe.runs()
+    assert len({(run.setting, run.label, run.seed) for run in runs}) == len(runs)
+    assert recipe.paper is None or recipe.paper in TABLES
+    cells = {(run.setting, run.label) for run in runs}
+    printed = {key[:2] for key in TABLES[recipe.paper].numbers} if recipe.paper else set()
+    assert printed <= cells, "each number of the paper has its run"
+
+
+@pytest.mark.parametrize("name", sorted(EXPERIMENTS))
+def test_every_key_is_explained(name):
+    """A person shall read a recipe without looking elsewhere; the rows of grids speak alone."""
+    text = Path(load_recipe(name).origins.file).read_text(encoding="utf-8")
+    assert text.startswith("# ")
+    section, silent = "", []
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        assert len(line) <= 100
+        if not line.strip() or line.startswith(("#", "title:")):
+            continue
+        section = line.partition(":")[0] if indent == 0 else section
+        row = (section in ("mechanisms", "note") and indent) or (section == "grid" and indent > 2)
+        if "#" not in line and not row:
+            silent.append(line)
+    assert not silent
+
+
+@pytest.mark.parametrize("name", sorted(APPENDIX))
+def test_hyper_parameters_are_those_of_the_appendix(name):
+    recipe = load_recipe(name)
+    t, tau, epsilon, iterations, weight, rate, batch, epochs, milestones = APPENDIX[name]
+    esp = recipe.mechanisms["espformer"].arguments
+    assert (esp["metric"], esp["sort_temperature"], esp["inverse_temperature"]) == (
+        "squared",
+        t,
+        tau,
+    )
+    sinkhorn = recipe.mechanisms["sinkformer"].arguments
+    assert (sinkhorn["epsilon"], sinkhorn["iterations"]) == (epsilon, iterations)
+    assert recipe.mechanisms["difftransformer"].arguments == {
+        "base": "softmax", "lambda_init": weight,
+    }  # fmt: skip
+    run = recipe.run("espformer")
+    assert run.optimizer.learning_rate == rate
+    assert run.data.batch_size == batch
+    assert (run.trainer.epochs, run.schedule.milestones) == (epochs, milestones)
+    assert run.schedule.factor == 0.1
+
+
+def test_details_of_the_appendix():
+    vit = load_recipe("cats-dogs").run().model.arguments
+    assert [vit[key] for key in ("dim", "mlp_dim", "depth", "heads", "patch_size", "head_dim")] == [
+        128, 128, 6, 8, 16, 64,
+    ]  # fmt: skip
+    mnist = load_recipe("mnist-patch-size")
+    assert mnist.run("transformer").optimizer.learning_rate == 1e-3
+    assert mnist.run("sinkformer").optimizer.learning_rate == 2e-3
+    assert load_recipe("tweeteval").run().data.set.arguments["classes"] == 2
+    anneal = load_recipe("cats-dogs-anneal").run()
+    assert (anneal.annealing.factor, anneal.trainer.epochs, anneal.harden) == (0.8, 40, True)
+    assert load_recipe("modelnet40-set").run().mechanism.arguments["coupling"] == "identity"
+    assert load_recipe("modelnet40-pct").run().optimizer.name == "sgd"
+    plug = load_recipe("iwslt14-plug-and-play")
+    assert plug.run("espformer").trainer.epochs == 10
+    before, after = load_recipe("iwslt14").run(), plug.run("espformer")
+    assert after.optimizer.learning_rate == pytest.approx(before.optimizer.learning_rate / 10)
+    assert before.trainer.epochs == 25
+
+
+def pairs(count: int) -> PairSet:
+    tokens = torch.cat([torch.tensor([2, 5 + i % 3, 6, 7, 8, 3]) for i in range(count)]).int()
+    ids = Ragged(tokens, torch.arange(0, len(tokens) + 1, 6))
+    return PairSet(ids, ids, ["a b c d"] * count, ["a b c d"] * count)
+
+
+def stand_in(name: str, **options) -> Task:
+    """Data of the right shapes, without a file."""
+    generator = torch.Generator().manual_seed(0)
+
+    def labelled(inputs, classes, lengths=None):
+        return TensorSet(inputs, torch.arange(len(inputs)) % classes, lengths)
+
+    def images(count, channels, size):
+        shape = (count, channels, size, size)
+        return torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+
+    if name == "iwslt14":
+
+        class Words:
+            def decode(self, ids):
+                return "a b c d"
+
+        return Task(name, pairs(6), pairs(3), pairs(3), vocabulary=Words(),
+                    info={"vocabulary_size": 12})  # fmt: skip
+    if name in ("imdb", "tweeteval"):
+        texts = torch.randint(1, 50, (6, 16), generator=generator)
+        data, classes = labelled(texts, 2, torch.tensor([16, 3, 9, 1, 16, 8])), 2
+        info = {"vocabulary_size": 50, "max_length": 16}
+    elif name == "modelnet40":
+        data, classes = labelled(torch.randn(4, 64, 3, generator=generator), 40), 40
+        info = {"channels": 3}
+    else:
+        size = 28 if name == "mnist" else 64
+        channels = 1 if name == "mnist" else 3
+        data, classes = labelled(images(4, channels, size), 2), 10 if name == "mnist" else 2
+        info = {"image_size": size, "channels": channels}
+        return Task(name, data, data, classes=classes, info=info, normalise=ToFloat())
+    return Task(name, data, data, classes=classes, info=info)
+
+
+class ToFloat(torch.nn.Module):
+    def forward(self, images):
+        return images.float() / 255
+
+
+SMALL = {
+    "vit": {"dim": 16, "depth": 1, "heads": 2, "head_dim": 8, "mlp_dim": 16},
+    "vit_mnist": {"dim": 16, "head_dim": 8, "patch_size": 7},
+    "text_classifier": {"dim": 16, "depth": 1, "heads": 2, "mlp_dim": 16},
+    "set_transformer": {"dim": 16, "heads": 2, "inducing_points": 4},
+    "point_cloud_transformer": {"dim": 32, "depth": 1, "neighbours": 4, "samples": [16, 8]},
+    "translation_transformer": {
+        "dim": 16, "mlp_dim": 16, "heads": 2, "encoder_depth": 1, "decoder_depth": 1,
+    },
+}  # fmt: skip
+
+# Rows that differ from others of their recipe in a number alone.
+ALIKE = {
+    "learnable-1", "learnable-32", "learnable-64", "frozen-8", "frozen-64",
+    "squared-0.01", "squared-0.1", "squared-1", "absolute-0.03", "absolute-0.1", "absolute-1",
+    "balanced-0.001", "learnt-from-0.1", "learnt-from-10", "only-harden", "anneal-soft",
+}  # fmt: skip
+
+CASES = [
+    (name, label)
+    for name in sorted(EXPERIMENTS - {"digits", "runtime"})
+    for label in load_recipe(name).mechanisms
+    if label not in ALIKE
+]
+
+
+@pytest.mark.parametrize(("name", "label"), CASES, ids=lambda value: value)
+def test_every_mechanism_of_every_recipe_trains(name, label, tmp_path, monkeypatch):
+    monkeypatch.setattr(espformer.lab.data, "load", lambda n, **options: stand_in(n))
+    overrides = ["trainer.epochs=1", "trainer.accelerator=cpu", "data.batch_size=4"]
+    recipe = load_recipe(name)
+    model = recipe.run(label).model.name
+    overrides += [f"model.{model}.{key}={value}" for key, value in SMALL[model].items()]
+    if recipe.run(label).start is not None:
+        start = load_recipe(recipe.run(label).start.recipe)
+        source = recipe.run(label).start.mechanism
+        run = start.run(source, overrides=overrides)
+        execute(run, tmp_path / "start", progress=False)
+        overrides += [f"start={{checkpoint: {tmp_path / 'start' / 'last.ckpt'}}}"]
+    results = execute(recipe.run(label, overrides=overrides), tmp_path / "run", progress=False)
+    assert results["steps"] >= 1
+    assert 0 <= results["scores"]["test"] <= 100.0001
+    assert ("start" in results["scores"]) == (recipe.run(label).start is not None)
+
+
+def test_runtime_times_a_layer(tmp_path):
+    run = load_recipe("runtime").run(
+        "espformer-hard", overrides=["tokens=10", "dim=32", "heads=2", "accelerator=cpu"]
+    )
+    assert isinstance(run, TimingRun)
+    results = execute(run, tmp_path)
+    assert results["scores"]["mean"] > 0
+    assert results["check"]["row_error"] < 1e-5
+    assert results["check"]["column_error"] < 1e-5
+
+
+@pytest.mark.parametrize("name", sorted(EXPERIMENTS))
+def test_every_recipe_dry_runs(name, tmp_path, monkeypatch):
+    """Without data there is still a plan; only the estimate is missing."""
+    monkeypatch.setattr(
+        espformer.lab.data,
+        "load",
+        lambda n, **options: (_ for _ in ()).throw(ValueError("no data")),
+    )
+    command = ["reproduce", name, "--dry-run", "--output", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "runs, 0 finished" in result.output
+    assert name == "runtime" or "no estimate: no data" in result.output
+    assert not (tmp_path / "out").exists(), "a dry run leaves nothing behind"
+
+
+def test_prerequisites_come_first(tmp_path):
+    recipe = load_recipe("cats-dogs-anneal")
+    overrides = ["trainer.precision=64-true", "annealing.factor=0.5"]
+    jobs = plan(recipe, recipe.name, tmp_path, only=["1%"], overrides=overrides)
+    names = [(job.run.recipe, job.run.label, job.run.setting, job.run.seed) for job in jobs]
+    assert len(names) == 6
+    for first, second in zip(names[::2], names[1::2], strict=True):
+        assert first == ("cats-dogs", "espformer", "1%", second[3])
+        assert second[0] == "cats-dogs-anneal"
+    assert jobs[1].needs == [jobs[0].directory]
+    assert "trainer.precision=64-true" in jobs[0].arguments
+    assert jobs[0].run.trainer.precision == jobs[1].run.trainer.precision == "64-true"
+    assert "annealing.factor=0.5" not in jobs[0].arguments
+    assert "annealing.factor=0.5" in jobs[1].arguments

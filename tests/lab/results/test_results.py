@@ -1,0 +1,419 @@
+"""Kept results: files, merging, claims and their tests, and the page made of them."""
+
+import dataclasses
+import math
+import random
+import re
+import shlex
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from espformer.lab.cli import app
+from espformer.lab.errors import ConfigError, RunError, UserError
+from espformer.lab.machine import revision
+from espformer.lab.recipes.recipe import load_recipe, recipe_names
+from espformer.lab.recipes.yaml_schema import plain
+from espformer.lab.results.claims import CLAIMS, Claim, compare, verdict
+from espformer.lab.results.collect import beside_saved
+from espformer.lab.results.result_files import (
+    Results,
+    merge_files,
+    read_file,
+    results_page,
+    save_file,
+)
+from espformer.lab.results.result_tables import markdown
+from espformer.lab.training.experiments import plan
+
+ROOT = Path(__file__).parents[3]
+SCORES = {"transformer": 90.0, "sinkformer": 95.0, "espformer": 96.0, "espformer-soft": 97.0}
+
+
+def run(label, setting, seed, **changes):
+    """A result as `collect` gives it, of a run of the patch-size recipe."""
+    recipe = load_recipe("mnist-patch-size")
+    noise = random.Random(f"{label}{setting}{seed}").gauss(0, 0.1)
+    return {
+        "recipe": recipe.name, "mechanism": label, "setting": setting, "seed": seed,
+        "score": "accuracy", "scores": {"test": SCORES[label] + noise}, "epochs": 45,
+        "seconds": 60.0, "parameters": 1234, "samples_per_second": 1e4, "device": "a card",
+        "versions": {"torch": "2", "espformer": "0.1", "revision": "abc"}, "command": "a command",
+        "data": {"differences": ["a part of it"]},
+        "attention": {"row_error": 0.1, "column_error": 0.2, "entropy": 0.5},
+        "config": plain(recipe.run(label, setting, seed)) | changes,
+    }  # fmt: skip
+
+
+def runs(seeds=(0, 1, 2), labels=tuple(SCORES), settings=("patch=4", "patch=7")):
+    return [run(label, s, seed) for label in labels for s in settings for seed in seeds]
+
+
+def results(made, **conditions):
+    made = [{**one, **conditions} for one in made]
+    return Results("mnist-patch-size", "MNIST, impact of patch size", made)
+
+
+def test_a_file_gives_back_what_was_saved(tmp_path):
+    made = runs()
+    path = save_file(results(made), tmp_path / "mnist-patch-size.json")
+    key = lambda r: (r["setting"], r["mechanism"], r["seed"])  # noqa: E731
+    assert read_file(path).runs == sorted(made, key=key)
+    text = path.read_text()
+    assert text.count('"abc"') == 1, "what all runs share is there once"
+    assert len([line for line in text.splitlines() if '"seed"' in line]) == len(made)
+
+
+def test_a_file_does_not_tell_where_data_lay(tmp_path):
+    made = results(runs(seeds=[0]), data={"source": str(tmp_path / "mnist"), "differences": []})
+    path = save_file(made, tmp_path / "mnist-patch-size.json")
+    assert str(tmp_path) not in path.read_text()
+    assert {one["data"]["source"] for one in read_file(path).runs} == {"mnist"}
+
+
+def test_parts_are_merged_and_newer_runs_win(tmp_path):
+    path = tmp_path / "mnist-patch-size.json"
+    save_file(results(runs(seeds=(0, 1)), command="first"), path)
+    newer = runs(seeds=(1, 2))
+    newer[0]["scores"]["test"] = 12.0
+    part = results(newer, command="second", device="another card")
+    other = save_file(part, tmp_path / "part" / "results.json", merge=False)
+    assert merge_files([other], tmp_path) == [path]
+    merged = read_file(path)
+    assert len(merged.runs) == 3 * len(SCORES) * 2
+    made_by = {(run["seed"], run["command"], run["device"]) for run in merged.runs}
+    assert made_by == {
+        (0, "first", "a card"), (1, "second", "another card"), (2, "second", "another card"),
+    }  # fmt: skip
+    changed = [r for r in merged.runs if r["scores"]["test"] == 12.0]
+    assert [(r["mechanism"], r["seed"]) for r in changed] == [("transformer", 1)]
+
+
+def test_runs_of_one_row_have_the_same_settings(tmp_path):
+    path = save_file(results(runs(seeds=(0,))), tmp_path / "x.json")
+    short = runs(seeds=(1,))
+    for one in short:
+        one["config"]["trainer"] = {**one["config"]["trainer"], "epochs": 5}
+    with pytest.raises(RunError, match=r"trainer\.epochs is 45 there and 5 here"):
+        save_file(results(short), path)
+    assert len(read_file(path).runs) == len(SCORES) * 2, "nothing was changed"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"experiment": "x", "title": "", "commands": [], "runs": [1]}']
+)
+def test_files_that_are_none_are_refused(tmp_path, content):
+    path = tmp_path / "bad.json"
+    path.write_text(content)
+    with pytest.raises(RunError, match="not a file of results"):
+        read_file(path)
+    with pytest.raises(RunError, match="no such file"):
+        read_file(tmp_path / "none.json")
+    with pytest.raises(UserError, match="no results there"):
+        results_page(tmp_path / "empty")
+
+
+def test_the_section_says_what_happened():
+    recipe = load_recipe("mnist-patch-size")
+    made = runs()
+    for one in made:
+        one["config"]["trainer"] = {**one["config"]["trainer"], "epochs": 15}
+    text = markdown(recipe, made, level=2)
+    assert text.startswith("## MNIST, impact of patch size\n")
+    assert "- Made by one command.[^mnist-patch-size-1]\n- On a card; precision 32-true;" in text
+    assert text.endswith("\n[^mnist-patch-size-1]: `a command`\n")
+    assert "`trainer.epochs` is 15, the recipe has 45" in text
+    assert "settings not run: patch=1, patch=2, patch=14, patch=28" in text
+    assert "data: a part of it" in text
+    assert "ESP attention is more accurate than softmax attention (the paper): **held**" in text
+    assert "(paired t-test of 6 pairs, p < 0.0001; patch=4 +" in text
+    assert recipe.note.splitlines()[0] in text
+    assert "ESP attention is more accurate than differential" not in text, "it was not run"
+    assert "24 runs, seeds 0, 1, 2; 24.0 min of training, summed over runs.\n" in text
+
+
+def test_runs_that_lost_the_time_before_a_stop_are_left_out_of_the_time():
+    made = runs(labels=("espformer",))
+    made[0] |= {"continued": True, "seconds": 3.0}
+    made[1] |= {"continued": True, "seconds": 120.0, "seconds_before": 90.0}
+    text = markdown(load_recipe("mnist-patch-size"), made)
+    assert "| 60 to 120 |" in text
+    assert (
+        "6.0 min of training, summed over runs. Neither this nor the seconds per run count a run "
+        "that went on after a stop"
+    ) in text
+
+
+def test_parts_of_an_experiment_keep_their_conditions():
+    made = runs(seeds=(0, 1), labels=("espformer",))
+    for one in made:
+        if one["setting"] == "patch=7" and one["seed"] == 1:
+            one.update(command="later", versions={**one["versions"], "revision": "def"})
+    text = markdown(load_recipe("mnist-patch-size"), made)
+    machine = "a card; precision 32-true; torch 2; espformer 0.1"
+    assert (
+        f"- 3 runs, patch=4, patch=7, seeds 0, 1: made on {machine} at abc.[^mnist-patch-size-1]\n"
+        f"- 1 run, patch=7, seed 1: made on {machine} at def.[^mnist-patch-size-2]\n"
+        "- 4 runs, seeds 0, 1; 4.0 min of training"
+    ) in text
+    assert "[^mnist-patch-size-1]: `a command`\n[^mnist-patch-size-2]: `later`\n" in text
+    assert text.count("`a command`") == 1, "every command is stated once"
+
+
+def planned(tmp_path, **options):
+    recipe = load_recipe("mnist-patch-size")
+    return recipe, plan(recipe, recipe.name, tmp_path / "runs", **options)
+
+
+def test_saved_runs_are_left_out_when_asked(tmp_path):
+    recipe, work = planned(tmp_path, only=["patch=4", "espformer", "transformer"])
+    assert len(work) == 6
+    save_file(results(runs(seeds=(0, 2))), tmp_path / "mnist-patch-size.json")
+    assert beside_saved(recipe, work, tmp_path, skip=False) == work
+    assert beside_saved(recipe, work, tmp_path / "elsewhere", skip=True) == work
+    left = beside_saved(recipe, work, tmp_path, skip=True)
+    assert [(job.run.label, job.run.seed) for job in left] == [("transformer", 1), ("espformer", 1)]
+    with pytest.raises(ConfigError, match="--save DIR"):
+        beside_saved(recipe, work, None, skip=True)
+
+
+def test_saved_runs_with_other_settings_do_not_stand_for_those_asked(tmp_path):
+    save_file(results(runs(seeds=(0,))), tmp_path / "mnist-patch-size.json")
+    only = {"seeds": [0], "only": ["patch=4", "espformer"]}
+    recipe, work = planned(tmp_path, overrides=["trainer.epochs=5"], **only)
+    with pytest.raises(
+        RunError, match=r"espformer seed 0 .*trainer\.epochs is 45 there and 5 here"
+    ):
+        beside_saved(recipe, work, tmp_path, skip=True)
+    assert beside_saved(recipe, work, tmp_path, skip=False) == work
+    recipe, work = planned(tmp_path, overrides=["trainer.cuda_graph=true"], **only)
+    assert beside_saved(recipe, work, tmp_path, skip=True) == [], "only computed in another way"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*.json")), ids=lambda p: p.stem)
+def test_the_commands_behind_these_results_would_leave_them_out(path, tmp_path):
+    saved = read_file(path)
+    if saved.experiment not in recipe_names():
+        pytest.skip("made without a recipe")
+    recipe = load_recipe(saved.experiment)
+    for one in saved.runs:
+        overrides = [word for word in shlex.split(one["command"]) if re.match(r"\w+\.\S+=", word)]
+        options = {"seeds": [one["seed"]], "only": [one["mechanism"], one["setting"]]}
+        work = plan(recipe, recipe.name, tmp_path, overrides=overrides, **options)
+        assert work
+        assert beside_saved(recipe, work, path.parent, skip=True) == []
+
+
+def test_what_others_start_from_is_left_out_with_them(tmp_path):
+    recipe = load_recipe("mnist-hardening")
+    work = plan(recipe, recipe.name, tmp_path / "runs", seeds=[0, 1])
+    assert len(work) == 2 * (7 + 2)
+    saved = [
+        {"setting": "default", "mechanism": label, "seed": 0, "config": plain(recipe.run(label))}
+        for label in recipe.mechanisms
+    ]
+    save_file(Results(recipe.name, recipe.title, saved), tmp_path / "mnist-hardening.json")
+    left = beside_saved(recipe, work, tmp_path, skip=True)
+    assert len(left) == 9
+    assert {job.run.seed for job in left} == {1}
+
+
+def test_what_cannot_join_saved_results_is_refused_before_it_runs(tmp_path):
+    save_file(results(runs(seeds=(0, 2))), tmp_path / "mnist-patch-size.json")
+    options = {"only": ["patch=4", "espformer"], "overrides": ["trainer.epochs=5"]}
+    recipe, work = planned(tmp_path, seeds=[1], **options)
+    with pytest.raises(RunError, match=r"trainer\.epochs is \d+ there and \d+ here"):
+        beside_saved(recipe, work, tmp_path, skip=False)
+    recipe, work = planned(tmp_path, seeds=[0, 2], **options)
+    assert beside_saved(recipe, work, tmp_path, skip=False) == work, "these replace all of the row"
+
+
+def test_parts_that_end_at_the_same_time_are_all_kept(tmp_path):
+    kept = tmp_path / "kept" / "mnist-patch-size.json"
+    parts = [results(runs(seeds=(seed,), labels=("espformer",))) for seed in range(8)]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        list(pool.map(lambda part: save_file(part, kept), parts))
+    assert {run["seed"] for run in read_file(kept).runs} == set(range(8))
+    assert [path.name for path in kept.parent.iterdir()] == [kept.name], "no lock is left behind"
+
+
+def test_learnt_temperatures_are_told():
+    made = runs(labels=("espformer",))
+    for one, t in zip(made, (0.01, 0.02, 0.03, 0.02, 0.02, 0.02), strict=True):
+        one["learnt_sort_temperatures"] = [t]
+    assert "0.01 to 0.03 |" in markdown(load_recipe("mnist-patch-size"), made)
+
+
+def test_paired_comparison_against_a_printed_table():
+    """The quantile of Student's distribution with 2 degrees of freedom is 4.3027 at 97.5 %."""
+    made = [
+        {"mechanism": label, "setting": "s", "seed": seed, "scores": {"test": value}}
+        for seed, difference in enumerate((1.0, 2.0, 3.0))
+        for label, value in (("a", 50.0 + difference), ("b", 50.0))
+    ]
+    found = compare(Claim("a beats b", ("a", "test"), ("b", "test")), made)
+    half = 4.3027 / math.sqrt(3)
+    assert (found.low, found.high) == pytest.approx((2 - half, 2 + half), abs=1e-4)
+    # t = 2 √3, whose tail has a closed form: 1 - t / √(2 + t²).
+    assert found.p == pytest.approx(1 - math.sqrt(12 / 14))
+
+
+@pytest.mark.parametrize(("margin", "p"), [(None, 0.0), (0.5, 1.0)])
+def test_differences_that_are_all_the_same(margin, p):
+    made = [
+        {"mechanism": label, "setting": "s", "seed": seed, "scores": {"test": value}}
+        for seed in range(3)
+        for label, value in (("a", 49.5), ("b", 50.0))
+    ]
+    found = compare(Claim("a beats b", ("a", "test"), ("b", "test"), margin=margin), made)
+    assert (found.low, found.high, found.p) == (-0.5, -0.5, p)
+
+
+def test_paired_comparison_against_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    claim = CLAIMS["mnist-patch-size"][0]
+    made = runs()
+    # Order and unpaired runs must not matter.
+    random.Random(0).shuffle(made)
+    found = compare(claim, [*made, run("espformer", "patch=14", 7)])
+    by_pair = {(r["mechanism"], r["setting"], r["seed"]): r["scores"]["test"] for r in made}
+    pairs = [(s, seed) for s in ("patch=4", "patch=7") for seed in (0, 1, 2)]
+    ours, theirs = ([by_pair[label, *p] for p in pairs] for label in ("espformer", "transformer"))
+    expected = stats.ttest_rel(ours, theirs)
+    interval = expected.confidence_interval()
+    assert found.pairs == 6
+    assert found.by_setting["patch=7"] == pytest.approx(
+        sum(a - b for a, b in list(zip(ours, theirs, strict=True))[3:]) / 3
+    )
+    assert sorted(found.by_setting) == ["patch=4", "patch=7"]
+    assert found.p == pytest.approx(expected.pvalue)
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
+    margin = compare(dataclasses.replace(claim, margin=0.5), made)
+    shifted = [value + 0.5 for value in ours]
+    assert margin.p == pytest.approx(stats.ttest_rel(shifted, theirs).pvalue)
+
+
+@pytest.mark.parametrize(
+    ("differences", "margin", "expected"),
+    [
+        ((1.0, 1.1, 0.9), None, "held"),
+        ((-1.0, -1.1, -0.9), None, "did not hold, the opposite is seen"),
+        ((1.0, 0.2, 0.6), None, "not decided"),
+        ((0.1, 0.0, -0.1), None, "not decided; any difference is below 0.5 points"),
+        ((0.1, 0.0, -0.1), 0.5, "held within 0.5 points"),
+        ((-0.2, -0.21, -0.19), 0.5, "held within 0.5 points; a smaller loss is seen"),
+        ((1.0, 1.1, 0.9), 0.5, "held, it is even better"),
+        ((-2.0, -2.1, -1.9), 0.5, "did not hold, a loss of more than 0.5 points"),
+        ((-2.0, 1.0, 0.5), 0.5, "not decided"),
+        ((-0.5, -0.6, -0.4), 0.5, "not decided; a loss is seen, perhaps within 0.5 points"),
+        ((0.5,), None, "a single pair decides nothing"),
+    ],
+)
+def test_verdicts(differences, margin, expected):
+    made = [
+        {"mechanism": label, "setting": "s", "seed": seed, "scores": {"test": value}}
+        for seed, difference in enumerate(differences)
+        for label, value in (("a", 50.0 + difference), ("b", 50.0))
+    ]
+    claim = Claim("a beats b", ("a", "test"), ("b", "test"), margin=margin)
+    found = compare(claim, made)
+    outcome, words = verdict(claim, found)
+    assert words == expected
+    assert compare(claim, made[:1]) is None
+    if len(differences) > 1:
+        assert (outcome == "open") == (found.p >= 0.05), "p and the interval say the same"
+
+
+def test_the_page_begins_with_all_claims(tmp_path):
+    save_file(results(runs([*range(8)])), tmp_path / "mnist-patch-size.json")
+    claims = CLAIMS["mnist-patch-size"]
+    text = results_page(tmp_path)
+    begin, table, _ = re.split(r"^## Claims$|^### How a claim is judged$", text, flags=re.MULTILINE)
+    assert "|" not in begin
+    lines = [line for line in table.splitlines() if line.startswith(("| ✓", "| ✗", "| ?"))]
+    rows = set(SCORES)
+    asked = [claim for claim in claims if {claim.row[0], claim.other[0]} <= rows]
+    assert len(lines) == len(asked) > 2
+    for line, claim in zip(lines, asked, strict=True):
+        assert claim.says[1:] in line
+        assert "](#mnist-impact-of-patch-size) |" in line
+    assert f"Of {len(asked)} claims, {len(asked)} held (✓), 0 did not (✗), and" in table
+    assert "lies above the bar" in text
+
+
+def test_claims_that_the_runs_suggested_are_marked():
+    claim = dataclasses.replace(CLAIMS["mnist-patch-size"][0], post_hoc=True, by="ours")
+    assert claim.source == "ours, asked after seeing these runs"
+    late = {(c.row[0], c.other[0]) for c in CLAIMS["mnist-patch-size"] if c.post_hoc}
+    assert late == {("espformer-learnt", "sinkformer"), ("diff-espformer", "sinkformer")}
+    assert "(ours, asked after seeing these runs)" in results_page(ROOT / "results")
+
+
+def test_every_claim_is_about_rows_of_its_recipe():
+    for name, claims in CLAIMS.items():
+        recipe = load_recipe(name)
+        for claim in claims:
+            for label, score in (claim.row, claim.other):
+                assert label in recipe.mechanisms
+                expected = recipe.run(label)
+                assert score != "hard" or expected.harden
+                assert score != "start" or expected.start is not None
+
+
+def test_the_page_of_this_repository_is_made_of_its_results():
+    page = ROOT / "RESULTS.md"
+    if not page.exists():
+        pytest.skip("not a checkout")
+    assert page.read_text(encoding="utf-8") == results_page(ROOT / "results", page)
+
+
+def test_the_command_adds_writes_and_checks(tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    monkeypatch.chdir(tmp_path)
+    save_file(results(runs()), tmp_path / "runs" / "results.json")
+    call = CliRunner().invoke
+    done = call(app, ["results", "runs/results.json"])
+    assert done.exit_code == 0, done.output
+    picture = ["results/mnist-patch-size.png"] if find_spec("matplotlib") else []
+    assert done.output.split() == ["results/mnist-patch-size.json", *picture, "RESULTS.md"]
+    page = (tmp_path / "RESULTS.md").read_text()
+    assert "impact of patch size" in page
+    assert ("(results/mnist-patch-size.png)" in page) == bool(picture)
+    assert call(app, ["results", "--check"]).exit_code == 0
+    (tmp_path / "RESULTS.md").write_text("edited by hand")
+    assert isinstance(call(app, ["results", "--check"]).exception, RunError)
+
+
+def test_patch_sizes_are_drawn_from_results(tmp_path):
+    pytest.importorskip("matplotlib")
+    from typer.testing import CliRunner
+
+    path = save_file(results(runs()), tmp_path / "results.json")
+    target = tmp_path / "patch-size.png"
+    done = CliRunner().invoke(app, ["plot", "patch-size", str(path), "--to", str(target)])
+    assert done.exit_code == 0, done.output
+    assert target.stat().st_size > 5000
+    wrong = {"softness": path, "patch-size": ROOT / "results" / "digits.json"}
+    for figure, file in wrong.items():
+        error = CliRunner().invoke(app, ["plot", figure, str(file), "--to", str(target)]).exception
+        assert isinstance(error, UserError)
+        assert f"plot {figure} draws those of mnist-" in str(error)
+
+
+def test_results_without_a_recipe_have_their_section(tmp_path):
+    made = results(runs(labels=("espformer",)))
+    save_file(dataclasses.replace(made, experiment="mine", title="Mine"), tmp_path / "mine.json")
+    text = results_page(tmp_path)
+    assert "## Mine" in text
+    assert "| espformer | 3 |" in text
+
+
+def test_revision_can_be_told(monkeypatch):
+    monkeypatch.setenv("ESPFORMER_REVISION", "v1")
+    assert revision() == "v1"
+    monkeypatch.delenv("ESPFORMER_REVISION")
+    monkeypatch.setenv("PATH", "")
+    assert revision() is None
