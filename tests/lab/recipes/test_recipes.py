@@ -20,7 +20,8 @@ from espformer.lab.training.trainer import execute
 EXPERIMENTS = {
     "mnist-patch-size", "cats-dogs", "cats-dogs-anneal", "cats-dogs-slicers", "imdb", "tweeteval",
     "iwslt14", "iwslt14-plug-and-play", "modelnet40-set", "modelnet40-pct", "runtime", "digits",
-    "mnist-hypotheses", "mnist-hardening",
+    "mnist-hypotheses", "mnist-hardening", "esp-settings-cats-dogs", "esp-settings-mnist",
+    "esp-settings-tweeteval",
 }  # fmt: skip
 
 # t, τ, ε, S, λ, learning rate, batch size, epochs, milestones: the tables of appendix C.
