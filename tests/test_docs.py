@@ -1,6 +1,8 @@
 """The Python of README.md and docs/ runs as it is pasted, and their links lead somewhere."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,9 @@ def test_the_readme_has_an_example():
 def test_pictures_are_small():
     for picture in (ROOT / "docs" / "images").iterdir():
         assert picture.stat().st_size < 200_000, f"{picture.name} is larger than 200 KB"
+
+
+def test_the_page_of_options_is_up_to_date():
+    command = [sys.executable, ROOT / "tools" / "options_page.py", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
