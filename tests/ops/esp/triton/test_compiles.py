@@ -25,7 +25,8 @@ from espformer.ops.esp.triton.states import REGISTERS, link_kernel, scan_kernel,
 from espformer.ops.esp.triton.states import sums_kernel
 import triton.language as tl
 
-INDICES = {"order_ptr", "key_order_ptr", "query_order_ptr", "index_ptr", "from_ptr", "to_ptr", "words_ptr", "lengths_ptr"}
+INDICES = {"order_ptr", "key_order_ptr", "query_order_ptr", "index_ptr", "from_ptr", "to_ptr"}
+INDICES |= {"words_ptr", "lengths_ptr"}
 SIZES = {"N", "L", "HEADS", "CHUNKS", "START", "COUNT", "D", "BLOCKS", "STRIDE", "ROWS", "TOKENS"}
 SIZES |= {"KEYS", "QUERIES", "SEGMENTS", "LENGTH"}
 WARPS = 4
@@ -59,8 +60,8 @@ def build_chunks(table, row, chunk, alone=False, width=64):
         base |= dict(ROWS=0, x_states_ptr=None, g_states_ptr=None, w_states_ptr=None)
     tokens = dict(x_ptr=row, g_ptr=row, warps=max(1, chunk // 16))
     if not (complex_ or exact or alone):
-        names = ("states_ptr", "next_states_ptr", "first_states_ptr", "x_states_ptr", "w_states_ptr", "g_states_ptr")
-        tokens |= {name: "*bf16" for name in names}
+        names = ("", "next_", "first_", "x_", "w_", "g_")
+        tokens |= {f"{name}states_ptr": "*bf16" for name in names}
     for through in () if alone else (False, True):
         more = dict(EVEN=through, THROUGH=through)
         build(sums_kernel, base | more | (dict(scale_ptr=None) if through else {}), **tokens)
@@ -75,7 +76,8 @@ def build_chunks(table, row, chunk, alone=False, width=64):
         build(cross_kernel, more, **tokens)
         scales = dict(totals_ptr=None, d_mid_scale_ptr=None)
         final = dict(d_query_scale_ptr=None) if even else {}
-        none = dict(g_ptr=None, g_states_ptr=None, d_points_ptr=None, d_query_scale_ptr=None, d_inv_bandwidth_ptr=None)
+        none = dict(g_ptr=None, g_states_ptr=None, d_points_ptr=None, d_query_scale_ptr=None)
+        none |= dict(d_inv_bandwidth_ptr=None)
         build(apply_kernel, more | none | scales, **tokens)
         build(apply_kernel, more | final | dict(out_ptr=None), **tokens)
         build(apply_kernel, more | final | scales | dict(d_inv_bandwidth_ptr=None), **tokens)
@@ -87,10 +89,12 @@ def build_chunks(table, row, chunk, alone=False, width=64):
 
 # As they are launched: whole rows, two states, bounded registers.
 base = dict(COMPLEX=False, ROWS=2, BLOCK_D=64, D=64, SPAN=64, C=64)
-base |= dict(TABLE=state_table("absolute", False), EVEN=True, ATOMIC=True, key_scale_ptr=None, query_scale_ptr=None)
-rows = dict(x_ptr="*bf16", g_ptr="*bf16", x_states_ptr="*bf16", w_states_ptr="*bf16", g_states_ptr="*bf16")
-none = dict(g_ptr=None, g_states_ptr=None, d_points_ptr=None, d_query_scale_ptr=None, totals_ptr=None, d_mid_scale_ptr=None)
-none |= dict(d_inv_bandwidth_ptr=None)
+base |= dict(TABLE=state_table("absolute", False), EVEN=True, ATOMIC=True)
+base |= dict(key_scale_ptr=None, query_scale_ptr=None)
+rows = dict(x_ptr="*bf16", g_ptr="*bf16", x_states_ptr="*bf16", w_states_ptr="*bf16")
+rows |= dict(g_states_ptr="*bf16")
+none = dict(g_ptr=None, g_states_ptr=None, d_points_ptr=None, d_query_scale_ptr=None)
+none |= dict(totals_ptr=None, d_mid_scale_ptr=None, d_inv_bandwidth_ptr=None)
 build(apply_kernel, base | none, registers=REGISTERS["absolute"]["rows"], **rows)
 every = dict(ROWS=4, d_query_scale_ptr=None, totals_ptr=None)
 build(apply_kernel, base | every, registers=REGISTERS["absolute"]["all"], **rows)
@@ -121,9 +125,11 @@ for table in (ABSOLUTE, GAUSSIAN[4]):
     build(norm_costs_kernel, poles, warps=1)
     build(norm_costs_kernel, poles | dict(in_scale_ptr=None), warps=1)
     build(norm_costs_grad_kernel, poles | dict(ATOMIC=False), warps=1)
-    build(norm_costs_grad_kernel, poles | dict(ATOMIC=True, in_scale_ptr=None, d_in_scale_ptr=None), warps=1)
+    ones = dict(ATOMIC=True, in_scale_ptr=None, d_in_scale_ptr=None)
+    build(norm_costs_grad_kernel, poles | ones, warps=1)
 centre = dict(MASKED=True, D=64, BLOCK_N=64, BLOCK_D=64)
-half = dict(scale="fp32", mask_ptr="*u8", x_ptr="*bf16", rows_ptr="*bf16", d_rows_ptr="*bf16", dx_ptr="*bf16")
+half = dict(scale="fp32", mask_ptr="*u8", x_ptr="*bf16", rows_ptr="*bf16")
+half |= dict(d_rows_ptr="*bf16", dx_ptr="*bf16")
 build(centre_kernel, centre, **half)
 build(centre_grad_kernel, centre, **half)
 rows = dict(D=64, BLOCK_N=512, BLOCK_D=64)

@@ -71,7 +71,8 @@ def pair_kernel(
     y_ptr,  # (B, N, D)
     index_ptr,  # (B, L, N) int32
     out_ptr,  # (B, L, BLOCKS) float32
-    N, L, BLOCKS, D: tl.constexpr, DISTANCE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    N, L, BLOCKS, D: tl.constexpr, DISTANCE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """``out_l = Σ_i x_i · y[index[l, i]]`` or ``Σ_i ‖x_i - y[index[l, i]]‖²``, in parts.
 

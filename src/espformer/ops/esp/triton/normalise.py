@@ -13,9 +13,9 @@ Sums leave the rank itself out: far from all others, what they are is far below 
 The absolute metric leaves equal points out of κ' by scanning them apart, with decay one where the
 point stays and zero where it changes.
 
-**Balanced scales** are x with ``x · κx = 1``, in one launch, and their gradient in two. Damped steps
-lead to x (`espformer/ops/esp/balancing.py`). The gradient is that of where they lead, not of the
-steps, so nothing of them is kept: while ``x · κx`` stays one, a change of κ moves x by
+**Balanced scales** are x with ``x · κx = 1``, in one launch, and their gradient in two. Damped
+steps lead to x (`espformer/ops/esp/balancing.py`). The gradient is that of where they lead, not of
+the steps, so nothing of them is kept: while ``x · κx`` stays one, a change of κ moves x by
 
     (I + P) (dx / x) = -x · (dκ x),    P = diag(x) κ diag(x),
 
@@ -190,20 +190,21 @@ def pole_decay(p_re, p_im, x):
 @triton.jit
 def scan_block(
     u, x, points_ptr, step, N, inv_bandwidth, carry, pole, REVERSE: tl.constexpr,
-    BOTH: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
+    BOTH: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What one pole in one direction adds to κu, κx, κ'u and κ'x in one block of a scan.
 
-    The ranks themselves are left out, and u and x are those of the ranks before. Also the carry-out.
-    x and slopes are only looked at if BOTH.
+    The ranks themselves are left out, and u and x are those of the ranks before. Also returns the
+    carry-out. x and slopes are only looked at if BOTH.
     """
     n = block_ranks(step, N, REVERSE, BLOCK)
     m, linked = previous_ranks(n, N, REVERSE)
     here = tl.load(points_ptr + tl.minimum(n, N - 1))
     there = tl.load(points_ptr + tl.maximum(tl.minimum(m, N - 1), 0))
     gap = tl.abs(here - there)
-    # The carry-in comes from the rank before the block. What is left of it at a rank follows from the
-    # points, not from all the steps in between, whose errors would add up.
+    # The carry-in comes from the rank before the block. What is left of it at a rank follows from
+    # the points, not from all the steps in between, whose errors would add up.
     edge = block_start(step, N, REVERSE, BLOCK) + (BLOCK if REVERSE else -1)
     to_edge = tl.abs(here - tl.load(points_ptr + tl.maximum(tl.minimum(edge, N - 1), 0)))
     if COMPLEX:
@@ -258,7 +259,8 @@ def operands(x_ptr, p_ptr, y_ptr, n, inside, length):
 @triton.jit
 def scan_pole(
     points_ptr, x_ptr, p_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N, pole,
-    REVERSE: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
+    REVERSE: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One pole in one direction; every scan but the first adds its share of ``κx`` to y.
 
@@ -447,8 +449,8 @@ def balance_kernel(
     lengths_ptr,  # (B,) int32, or None
     inv_bandwidth_ptr,  # (B,) float32
     y_ptr,  # (B, L, N) float32: room for κz
-    N, L, EXPONENTS: tl.constexpr, STEPS: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
-    BLOCK: tl.constexpr,
+    N, L, EXPONENTS: tl.constexpr, STEPS: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr,
+    COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """All steps of one slice."""
     pair = tl.program_id(0).to(tl.int64)

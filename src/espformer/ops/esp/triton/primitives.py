@@ -210,7 +210,7 @@ def rotation(angle, ACCURATE: tl.constexpr):
 
 @triton.jit
 def program_rows(N, BLOCKS, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A program's head, tokens and columns, and which columns exist: kernels over blocks of rows."""
+    """A program's head, tokens and columns, and which columns exist: for blocks of rows."""
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     i = tl.program_id(0) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -450,7 +450,7 @@ def read_coefficients(
     TABLE: tl.constexpr, points, first, last, inv_bandwidth, rows, states,
     COMPLEX: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The "out" coefficients of states, (ranks, state rows), where a product with states takes them.
+    """The "out" coefficients, (ranks, state rows), where a product with states takes them.
 
     `rows` and `states` are any of the chunk, for the layout.
     """

@@ -426,7 +426,7 @@ class PlanKernels:
         )  # fmt: skip
 
     def _across_chunks(self, points: Tensor, x: Tensor | None, y: Tensor | None) -> Tensor:
-        """What distances over whole chunks add to the gradient of the inverse bandwidth: (batch, L).
+        """What distances over whole chunks add to the gradient of `inv_bandwidth`: (batch, L).
 
         It is the force between what stands left and right of a chunk, known by the states of the
         two operands, times the distance from the end of the chunk before to its own.
@@ -634,26 +634,27 @@ def _ranks_halves(problem: Problem) -> bool:
 
 def _sorted_sides(problem: Problem, inv_bandwidth: Tensor) -> tuple[SortedSide, SortedSide]:
     """Queries and keys, sorted on every slice and normalised."""
-    masks = problem.query_mask, problem.key_mask
-    if _ranks_halves(problem):
-        query_ranks, key_ranks = (
-            rank_halves(tokens, mask, problem.scale)
-            for tokens, mask in zip((problem.query, problem.key), masks, strict=True)
-        )
-    else:
-        rankings = (
-            linear.sort_tokens(projections, mask)
-            for projections, mask in zip(problem.scaled().projections(), masks, strict=True)
-        )
-        query_ranks, key_ranks = ((x.points.contiguous(), x.order.int()) for x in rankings)
-    queries = _normalised(problem, *query_ranks, problem.query_mask, inv_bandwidth)
-    return queries, _normalised(problem, *key_ranks, problem.key_mask, inv_bandwidth)
+    halves = _ranks_halves(problem)
+    sides = (problem.query, problem.key) if halves else problem.scaled().projections()
+    queries, keys = (
+        _sorted_side(problem, *side, halves, inv_bandwidth)
+        for side in zip(sides, (problem.query_mask, problem.key_mask), strict=True)
+    )
+    return queries, keys
 
 
-def _normalised(
-    problem: Problem, points: Tensor, order: Tensor, mask: Tensor | None, inv_bandwidth: Tensor
+def _sorted_side(
+    problem: Problem, x: Tensor, mask: Tensor | None, halves: bool, inv_bandwidth: Tensor
 ) -> SortedSide:
-    """A side from its ranking: points in the unit of the temperature, and the scales of κ."""
+    """One side: points in rank order and in the unit of the temperature, and the scales of κ.
+
+    x are tokens, (batch, N, m), if `halves` are sorted, else projections, (batch, L, N).
+    """
+    if halves:
+        points, order = rank_halves(x, mask, problem.scale)
+    else:
+        ranking = linear.sort_tokens(x, mask)
+        points, order = ranking.points.contiguous(), ranking.order.int()
     lengths = None if mask is None else mask.sum(-1, dtype=torch.int32)
     points = problem.in_units(points, None if lengths is None else valid_ranks(points, lengths))
     arguments = points, lengths, inv_bandwidth, problem.options.metric, _fp32_rows(problem)
@@ -697,9 +698,7 @@ def _norm_costs(
 ) -> Tensor:  # fmt: skip
     """Squared norms of a side, each times ``Sᵀ T S' 1``, which its token gives away: (batch, L)."""
     out_scale = side.out_scale
-    if (
-        coupling is not None
-    ):  # ranks of the other side take one each, or nothing if they are padding
+    if coupling is not None:  # a rank of the other side takes one, or nothing if it is padding
         out_scale = out_scale * coupling(other.present().unsqueeze(-1)).squeeze(-1)
     costs: Tensor = norm_costs(
         squares, side.order, out_scale, side.in_scale, side.points, plan.inv_bandwidth,

@@ -457,8 +457,8 @@ rank_halves.register_autograd(_backward, setup_context=_setup)
 def match_halves(query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """The key of the same rank for every query and column of (batch, N, L) 16-bit floats.
 
-    Returns the matches, (batch, L, N) in int32, and the weight of a slice in a plain mean, (batch, L):
-    one over their number, but NaN where the column of the queries or the keys holds NaN or an
+    Returns the matches, (batch, L, N) in int32, and the weights of a plain mean, (batch, L): one
+    over the number of slices, but NaN where the column of the queries or the keys holds NaN or an
     infinity. Padded tokens, the same for both, meet each other.
     """
     batch, tokens, slices = query.shape

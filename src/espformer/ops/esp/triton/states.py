@@ -6,7 +6,8 @@ measured at its far end; `scan` hands the sums on from chunk to chunk, in place.
 **Through one kernel into the next.** The operand of the second kernel of a plan is
 ``W = mid_scale · κx``, and its sums are wanted before anybody has made W. Within a chunk they are
 
-    Σ_n in_n W_n = Σ_j [Σ_n κ_nj mid_scale_n in_n] x_j + [Σ_n in_n mid_scale_n out_n] · (states of x),
+    Σ_n in_n W_n = Σ_j [Σ_n κ_nj mid_scale_n in_n] x_j
+                   + [Σ_n in_n mid_scale_n out_n] · (states of x),
 
 with `in` the coefficient into a state of the second kernel and `out` the one out of a state of the
 first: a few more rows for the matrix that sums x anyway, and a small matrix of links per chunk. So
@@ -91,8 +92,9 @@ def sums_kernel(
     states_ptr,  # (B, L, CHUNKS, ROWS, D)
     next_states_ptr,  # (B, L, CHUNKS, ROWS, D), if THROUGH
     links_ptr,  # (B, L, CHUNKS, ROWS, ROWS) float32, if THROUGH
-    N, TOKENS, HEADS, L, CHUNKS, START, COUNT, D: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr, THROUGH: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_D: tl.constexpr, SPAN: tl.constexpr, C: tl.constexpr,
+    N, TOKENS, HEADS, L, CHUNKS, START, COUNT, D: tl.constexpr, COMPLEX: tl.constexpr,
+    ROWS: tl.constexpr, THROUGH: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPAN: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Every chunk's own sums of rows x, measured at its last point (left) and its first (right).
 
@@ -213,9 +215,9 @@ def scan_kernel(
     first_states_ptr,  # (B, L, CHUNKS, ROWS, D), of the kernel before, if THROUGH
     links_ptr,  # (B, L, CHUNKS, ROWS, ROWS) float32, if THROUGH
     ends_ptr,  # (B, L, 2, SEGMENTS, ROWS // 2, D) float32, or None
-    N, L, CHUNKS, SEGMENTS, LENGTH, D: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr, THROUGH: tl.constexpr,
-    ENDS_ONLY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
-    AHEAD: tl.constexpr, FP32_ROWS: tl.constexpr,
+    N, L, CHUNKS, SEGMENTS, LENGTH, D: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr,
+    THROUGH: tl.constexpr, ENDS_ONLY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    C: tl.constexpr, AHEAD: tl.constexpr, FP32_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Replaces the chunks' own sums by the states that enter them, in place.
 
@@ -377,7 +379,8 @@ class Chunks:
 
     @classmethod
     def of(cls, points: Tensor, metric: str, dtype: torch.dtype) -> Chunks:
-        return cls(*points.shape, metric, dtype)
+        batch, slices, ranks = points.shape
+        return cls(batch, slices, ranks, metric, dtype)
 
     @functools.cached_property
     def span(self) -> int:
