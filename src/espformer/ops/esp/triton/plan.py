@@ -92,8 +92,8 @@ class Plan:
 
     def part(self, group: Group) -> Plan:
         """The plans of some slices of some heads."""
-        parts: Any = [_part(x, group) for x in self.tensors()]
-        return Plan(*parts, self.metric)
+        flat: tuple[Any, ...] = (*(_part(x, group) for x in self.tensors()), self.metric)
+        return Plan(*flat)
 
 
 PLAN_FIELDS = tuple(field.name for field in fields(Plan))

@@ -82,6 +82,10 @@ if INTERPRETED:  # the interpreter knows neither libdevice nor PTX
         return x
 
     @triton.jit
+    def differences_in_product_layout(points, rows):
+        return points[None, :] - points[:, None]
+
+    @triton.jit
     def to_wide_range(x):
         if x.dtype == tl.float16:  # there is no bfloat16
             x = x.to(tl.float32)
@@ -146,6 +150,19 @@ else:
         return tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=f,f,f", [x, product], dtype=tl.float32, is_pure=True, pack=1
         )
+
+    @triton.jit
+    def differences_in_product_layout(points, rows):
+        """``points_j - points_n``, (ranks, ranks), likewise held as the product ``rows rowsᵀ``.
+
+        They wait for it: a loop over blocks of columns would otherwise make them once, before it
+        starts, and keep them in registers that it does not have.
+        """
+        product = tl.dot(rows, tl.trans(rows))
+        return tl.inline_asm_elementwise(
+            "sub.f32 $0, $1, $2;", "=f,f,f,f", [points[None, :], points[:, None], product],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
 
     @triton.jit
     def copy_sign(x, y):
@@ -323,11 +340,14 @@ def chunk_kernel(
     rate = gap_unit(inv_bandwidth, COMPLEX)
     if FP32_ROWS:
         gap = (points[None, :] - points[:, None]) * rate
+        if rows is not None:
+            gap = in_product_layout(gap, rows, rows)
     else:
         points = rounded_product(points - tl.minimum(tl.maximum(first, 0.0), last), rate)
-        gap = points[None, :] - points[:, None]
-    if rows is not None:
-        gap = in_product_layout(gap, rows, rows)
+        if rows is None:
+            gap = points[None, :] - points[:, None]
+        else:
+            gap = differences_in_product_layout(points, rows)
     k = exp2_minus_square(gap) if COMPLEX else exp2_minus_abs(gap)
     return k, gap
 

@@ -91,6 +91,17 @@ def safe_divide(x, y):
     return tl.where(y == 0, 0.0, x / tl.where(y == 0, 1.0, y))
 
 
+@triton.jit
+def chunk_forces(kappa, gap, m, with_gaps, COMPLEX: tl.constexpr):
+    """``Σ_j κ'_nj m_nj``, and with every force times its distance if these are asked for."""
+    force = chunk_kernel_slope(kappa, gap, COMPLEX) * m
+    total = tl.sum(force, 1)
+    times_gap = total
+    if with_gaps is not None:
+        times_gap = tl.sum(force * gap, 1)
+    return total, times_gap
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def apply_kernel(
     x_ptr,  # (B, KEYS, D): rows of the keys
@@ -179,15 +190,21 @@ def apply_kernel(
             m = transposed_product(w, g)
             if d_mid_scale_ptr is not None:
                 mid_dots += tl.sum(kappa * m, 1)
-            if d_query_scale_ptr is not None:
-                query_dots -= tl.sum(kappa * m, 1)
-            m = transposed_product(g, w, m)
-            force = chunk_kernel_slope(kappa, gap, COMPLEX) * m
-            slope += tl.sum(force, 1)
+            if d_query_scale_ptr is None:
+                m = transposed_product(g, w, m)
+            slope_here, force_gap = chunk_forces(kappa, gap, m, d_inv_bandwidth_ptr, COMPLEX)
+            slope += slope_here
             if d_inv_bandwidth_ptr is not None:  # a pair is seen from both sides
-                d_inv_bandwidth -= tl.sum(force * gap, 1) * (0.5 / gap_unit(inv_bandwidth, COMPLEX))
+                d_inv_bandwidth -= force_gap * (0.5 / gap_unit(inv_bandwidth, COMPLEX))
             if d_query_scale_ptr is not None:
+                # Mᵀ by itself, never added to M: its rows are wanted alone, and M and their sum
+                # would not fit in registers together.
+                m = transposed_product(g, w)
                 query_dots += tl.sum(kappa * m, 1)
+                slope_here, force_gap = chunk_forces(kappa, gap, m, d_inv_bandwidth_ptr, COMPLEX)
+                slope += slope_here
+                if d_inv_bandwidth_ptr is not None:
+                    d_inv_bandwidth -= force_gap * (0.5 / gap_unit(inv_bandwidth, COMPLEX))
             if ROWS > 0:
                 far = times_states(w, g_states, COMPLEX)
                 if d_mid_scale_ptr is not None:
@@ -413,7 +430,10 @@ class PlanKernels:
         totals: Tensor | None = None, d_inv_bandwidth: Tensor | None = None,
     ) -> None:  # fmt: skip
         """The plan from keys to queries, and with g its gradients on the side of the queries."""
-        name = "rows" if g is None else "grad" if out is None or d_mid_scale is None else "all"
+        name = "rows"
+        if g is not None:
+            few = (out is None or d_mid_scale is None) and d_query_scale is None
+            name = "grad" if few else "all"
         rows = out if g is None else g
         assert rows is not None
         self.chunks.launch(

@@ -61,7 +61,7 @@ SCANNING = 2048
 LEAST_LOADS = 8
 # For 16-bit rows: warps that sum a chunk (other programs have one for 16 ranks), and registers of a
 # thread. "rows" is a plan applied, "grad" has the slope and either rows or scales, "all" has all
-# three. More registers, and fewer programs fit on a multiprocessor.
+# three, or `query_scale`. More registers, and fewer programs fit on a multiprocessor.
 SUMMING_WARPS = {"absolute": 1, "squared": 2}
 REGISTERS = {
     "absolute": {"sums": 128, "rows": 96, "cross": 128, "grad": 128, "all": 168},
