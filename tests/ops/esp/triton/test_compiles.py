@@ -28,7 +28,7 @@ import triton.language as tl
 INDICES = {"order_ptr", "key_order_ptr", "query_order_ptr", "index_ptr", "from_ptr", "to_ptr"}
 INDICES |= {"words_ptr", "lengths_ptr"}
 SIZES = {"N", "L", "HEADS", "CHUNKS", "START", "COUNT", "D", "BLOCKS", "STRIDE", "ROWS", "TOKENS"}
-SIZES |= {"KEYS", "QUERIES", "SEGMENTS", "LENGTH"}
+SIZES |= {"KEYS", "QUERIES", "SEGMENTS", "LENGTH", "D8"}
 WARPS = 4
 
 
@@ -82,7 +82,7 @@ def build_chunks(table, row, chunk, alone=False, width=64):
         build(apply_kernel, more | final | dict(out_ptr=None), **tokens)
         build(apply_kernel, more | final | scales | dict(d_inv_bandwidth_ptr=None), **tokens)
         every = build(apply_kernel, more | final | dict(totals_ptr=None), **tokens)
-        if width > 32:  # slope, dots, stretch and the factor's live through all blocks of columns
+        if width != 32:  # slope, dots, stretch and the factor's live through all blocks of columns
             carried = every.asm["ttir"].split("scf.for")[1].split("->")[1].split("{")[0]
             assert carried.count("tensor<") == (3 if even else 4), carried
 
@@ -105,7 +105,7 @@ build(scan_kernel, base | scan, warps=1, states_ptr="*bf16", first_states_ptr="*
 for table in (ABSOLUTE, GAUSSIAN[3]):
     build_chunks(table, "*bf16", 64)
     build_chunks(table, "*bf16", 16, alone=True)
-build_chunks(ABSOLUTE, "*fp16", 32, width=80)
+build_chunks(ABSOLUTE, "*fp16", 32, width=0)  # told when it is launched
 build_chunks(ABSOLUTE, "*fp32", 16, width=256)
 build_chunks(GAUSSIAN[4], "*fp32", 16)
 for table in (ABSOLUTE, GAUSSIAN[4]):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
-from espformer.ops.common.sizes import ceil_div, power_of_2
+from espformer.ops.common.sizes import ceil_div, power_of_2, width_arguments
 from espformer.ops.esp.triton.normalise import (
     bandwidth_gradient,
     block_ranks,
@@ -224,21 +224,22 @@ def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 norm_costs.register_autograd(_backward, setup_context=_setup)
 
 
-@triton.jit(do_not_specialize=("BLOCKS",))
+@triton.jit(do_not_specialize=("BLOCKS", "D8"))
 def centre_kernel(
-    x_ptr,  # (B, N, D)
-    centre_ptr,  # (B, D) float32
+    x_ptr,  # (B, N, WIDTH)
+    centre_ptr,  # (B, WIDTH) float32
     mask_ptr,  # (B, N) bytes, if MASKED
-    rows_ptr,  # (B, N, D)
+    rows_ptr,  # (B, N, WIDTH)
     squares_ptr,  # (B, N) float32
-    N, BLOCKS, scale, D: tl.constexpr, MASKED: tl.constexpr,
+    N, BLOCKS, scale, D8, D: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """``rows = scale (x - centre)``, zero at padding, and their squared norms."""
-    batch, n, d, columns = program_rows(N, BLOCKS, D, BLOCK_N, BLOCK_D)
+    WIDTH = D if D > 0 else D8 * 8
+    batch, n, d, columns = program_rows(N, BLOCKS, WIDTH, BLOCK_N, BLOCK_D)
     inside = (n[:, None] < N) & columns
-    at = (batch * N + n[:, None]) * D + d[None, :]
-    centre = tl.load(centre_ptr + batch * D + d, mask=d < D, other=0.0)[None, :]
+    at = (batch * N + n[:, None]) * WIDTH + d[None, :]
+    centre = tl.load(centre_ptr + batch * WIDTH + d, mask=d < WIDTH, other=0.0)[None, :]
     x = (tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32) - centre) * scale
     if MASKED:
         present = tl.load(mask_ptr + batch * N + n, mask=n < N, other=0) != 0
@@ -249,20 +250,21 @@ def centre_kernel(
     tl.store(squares_ptr + batch * N + n, tl.sum(x * x, 1), mask=n < N)
 
 
-@triton.jit(do_not_specialize=("BLOCKS",))
+@triton.jit(do_not_specialize=("BLOCKS", "D8"))
 def centre_grad_kernel(
-    d_rows_ptr,  # (B, N, D)
+    d_rows_ptr,  # (B, N, WIDTH)
     d_squares_ptr,  # (B, N) float32
-    rows_ptr,  # (B, N, D)
+    rows_ptr,  # (B, N, WIDTH)
     mask_ptr,  # (B, N) bytes, if MASKED
-    dx_ptr,  # (B, N, D)
-    N, BLOCKS, scale, D: tl.constexpr, MASKED: tl.constexpr,
+    dx_ptr,  # (B, N, WIDTH)
+    N, BLOCKS, scale, D8, D: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """``dx = scale (d_rows + 2 d_square · rows)``, zero at padding."""
-    batch, n, d, columns = program_rows(N, BLOCKS, D, BLOCK_N, BLOCK_D)
+    WIDTH = D if D > 0 else D8 * 8
+    batch, n, d, columns = program_rows(N, BLOCKS, WIDTH, BLOCK_N, BLOCK_D)
     inside = (n[:, None] < N) & columns
-    at = (batch * N + n[:, None]) * D + d[None, :]
+    at = (batch * N + n[:, None]) * WIDTH + d[None, :]
     d_square = tl.load(d_squares_ptr + batch * N + n, mask=n < N, other=0.0)[:, None]
     dx = 2 * d_square * tl.load(rows_ptr + at, mask=inside, other=0.0).to(tl.float32)
     dx = (dx + tl.load(d_rows_ptr + at, mask=inside, other=0.0).to(tl.float32)) * scale
@@ -278,7 +280,7 @@ def _centre_tiles(x: Tensor) -> tuple[tuple[int], dict[str, int]]:
     blocks = ceil_div(x.shape[1], block_n)
     return (x.shape[0] * blocks,), {
         "BLOCKS": blocks,
-        "D": x.shape[-1],
+        **width_arguments(x.shape[-1]),
         "BLOCK_N": block_n,
         "BLOCK_D": block_d,
     }

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
-from espformer.ops.common.sizes import ceil_div, power_of_2
+from espformer.ops.common.sizes import ceil_div, power_of_2, width_arguments
 from espformer.ops.esp import linear
 from espformer.ops.esp.problem import Problem
 from espformer.ops.esp.triton.primitives import program_rows
@@ -37,27 +37,30 @@ FEW_ROWS = 32
 FEWEST_PROGRAMS = 128
 
 
-@triton.jit(do_not_specialize=("L", "BLOCKS"))
+@triton.jit(do_not_specialize=("L", "BLOCKS", "D8"))
 def gather_kernel(
-    x_ptr,  # (B, N, D)
+    x_ptr,  # (B, N, WIDTH)
     index_ptr,  # (B, L, N) int32
     weight_ptr,  # (B, L) float32
-    out_ptr,  # (B, N, D)
-    N, L, BLOCKS, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    out_ptr,  # (B, N, WIDTH)
+    N, L, BLOCKS, D8, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """``out_i = Σ_l weight_l x[index[l, i]]``."""
-    head, i, d, columns = program_rows(N, BLOCKS, D, BLOCK_N, BLOCK_D)
+    WIDTH = D if D > 0 else D8 * 8
+    head, i, d, columns = program_rows(N, BLOCKS, WIDTH, BLOCK_N, BLOCK_D)
     total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     index_ptr += head * L * N
-    x_ptr += head * N * D
+    x_ptr += head * N * WIDTH
     j = tl.load(index_ptr + i, mask=i < N, other=0)
     for slice in range(L):
-        x = tl.load(x_ptr + (j[:, None] * D + d[None, :]), mask=columns, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + (j[:, None] * WIDTH + d[None, :]), mask=columns, other=0.0).to(
+            tl.float32
+        )
         index_ptr += N
         # One slice ahead: a row's address waits for its index.
         j = tl.load(index_ptr + i, mask=(i < N) & (slice + 1 < L), other=0)
         total += x * tl.load(weight_ptr + head * L + slice)
-    rows = out_ptr + (head * N + i) * D
+    rows = out_ptr + (head * N + i) * WIDTH
     tl.store(
         rows[:, None] + d[None, :],
         total.to(out_ptr.dtype.element_ty),
@@ -65,29 +68,32 @@ def gather_kernel(
     )
 
 
-@triton.jit(do_not_specialize=("L", "BLOCKS"))
+@triton.jit(do_not_specialize=("L", "BLOCKS", "D8"))
 def pair_kernel(
-    x_ptr,  # (B, N, D)
-    y_ptr,  # (B, N, D)
+    x_ptr,  # (B, N, WIDTH)
+    y_ptr,  # (B, N, WIDTH)
     index_ptr,  # (B, L, N) int32
     out_ptr,  # (B, L, BLOCKS) float32
-    N, L, BLOCKS, D: tl.constexpr, DISTANCE: tl.constexpr, BLOCK_N: tl.constexpr,
+    N, L, BLOCKS, D8, D: tl.constexpr, DISTANCE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """``out_l = Σ_i x_i · y[index[l, i]]`` or ``Σ_i ‖x_i - y[index[l, i]]‖²``, in parts.
 
     One partial sum per block of tokens.
     """
-    head, i, d, columns = program_rows(N, BLOCKS, D, BLOCK_N, BLOCK_D)
+    WIDTH = D if D > 0 else D8 * 8
+    head, i, d, columns = program_rows(N, BLOCKS, WIDTH, BLOCK_N, BLOCK_D)
     inside = (i[:, None] < N) & columns
-    rows = x_ptr + (head * N + i) * D
+    rows = x_ptr + (head * N + i) * WIDTH
     x = tl.load(rows[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
     out_ptr += head * L * BLOCKS + tl.program_id(0) % BLOCKS
     index_ptr += head * L * N
-    y_ptr += head * N * D
+    y_ptr += head * N * WIDTH
     j = tl.load(index_ptr + i, mask=i < N, other=0)
     for slice in range(L):
-        y = tl.load(y_ptr + (j[:, None] * D + d[None, :]), mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + (j[:, None] * WIDTH + d[None, :]), mask=inside, other=0.0).to(
+            tl.float32
+        )
         index_ptr += N
         j = tl.load(index_ptr + i, mask=(i < N) & (slice + 1 < L), other=0)
         if DISTANCE:
@@ -107,7 +113,7 @@ def _tiles(batch: int, tokens: int, width: int, bytes_each: int) -> tuple[int, d
     while block_n > FEW_ROWS and batch * ceil_div(tokens, block_n) < FEWEST_PROGRAMS:
         block_n //= 2
     warps = min(32, max(4, block_n * row // 2048))
-    config = {"D": width, "BLOCK_N": block_n, "BLOCK_D": block_d, "num_warps": warps}
+    config = {**width_arguments(width), "BLOCK_N": block_n, "BLOCK_D": block_d, "num_warps": warps}
     return ceil_div(tokens, block_n), config
 
 

@@ -23,7 +23,9 @@ first_c or last_c. 16-bit inputs tie all the time.
 
 Offsets within a head are 32-bit; pointers are moved to the head with 64 bits first.
 
-Shapes in comments: B heads of all sequences (``batch``), L slices, N ranks, W columns of a row.
+Shapes in comments: B heads of all sequences (``batch``), L slices, N ranks, WIDTH columns of a row:
+D where a kernel is compiled for that width, or 8 · D8
+(:func:`espformer.ops.common.sizes.width_arguments`).
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ ROOT_LOG2E = tl.constexpr(1.2011224087864498)
 QUARTER_TURN = tl.constexpr(1.5707963267948966)
 
 # Sizes that no load is aligned by: kernels are not compiled anew for multiples of 16, or for one.
-COUNTS = ("HEADS", "L", "KEYS", "QUERIES", "TOKENS", "CHUNKS", "START", "COUNT")
+COUNTS = ("HEADS", "L", "KEYS", "QUERIES", "TOKENS", "CHUNKS", "START", "COUNT", "D8")
 STATE_ROWS = tl.constexpr(16)  # the least that a matrix product on the tensor cores takes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -226,7 +228,7 @@ def rotation(angle, ACCURATE: tl.constexpr):
 
 
 @triton.jit
-def program_rows(N, BLOCKS, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+def program_rows(N, BLOCKS, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """A program's head, tokens and columns, and which columns exist: for blocks of rows."""
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     i = tl.program_id(0) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -249,7 +251,7 @@ def program_chunk(HEADS, L, START, COUNT):
 
 
 @triton.jit
-def load_rows(x_ptr, scale_ptr, tokens, n, N, d, D: tl.constexpr, EVEN: tl.constexpr):
+def load_rows(x_ptr, scale_ptr, tokens, n, N, d, D, EVEN: tl.constexpr):
     """Rows of the tokens at ranks n, (ranks, columns), times their scales; zero past the end.
 
     EVEN says that chunks and columns fill their blocks, which saves the masks.
@@ -267,7 +269,7 @@ def load_rows(x_ptr, scale_ptr, tokens, n, N, d, D: tl.constexpr, EVEN: tl.const
 
 @triton.jit
 def add_rows(
-    out_ptr, scale_ptr, y, tokens, pair, head, n, N, TOKENS, d, D: tl.constexpr,
+    out_ptr, scale_ptr, y, tokens, pair, head, n, N, TOKENS, d, D,
     ATOMIC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Adds ``scale · y`` to the rows of the tokens at ranks n.
@@ -500,7 +502,7 @@ def apply_sorted_kernel(k, x, read, states, COMPLEX: tl.constexpr, ROWS: tl.cons
 
 
 @triton.jit
-def load_states(states_ptr, chunk, d, D: tl.constexpr, ROWS: tl.constexpr):
+def load_states(states_ptr, chunk, d, D, ROWS: tl.constexpr):
     """The states that enter a chunk, (state rows, columns); zero beyond their number.
 
     ROWS is zero where there is only one chunk, and nothing enters it.

@@ -104,7 +104,7 @@ def chunk_forces(kappa, gap, m, with_gaps, COMPLEX: tl.constexpr):
 
 @triton.jit(do_not_specialize=COUNTS)
 def apply_kernel(
-    x_ptr,  # (B, KEYS, D): rows of the keys
+    x_ptr,  # (B, KEYS, WIDTH): rows of the keys
     key_order_ptr,  # (B, L, N) int32: the token of each rank
     key_scale_ptr,  # (B, L, N) float32, or None: ones
     key_points_ptr,  # (B, L, N) float32
@@ -115,17 +115,17 @@ def apply_kernel(
     TABLE: tl.constexpr,
     inv_bandwidth_ptr,  # (B,) float32
     weight_ptr,  # (B, L) float32
-    x_states_ptr,  # (B, L, CHUNKS, ROWS, D): states of x for κ_k
+    x_states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH): states of x for κ_k
     w_states_ptr,  # likewise, of W for κ_q
-    out_ptr,  # (B, QUERIES, D) float32 if ATOMIC, else (B, L, QUERIES, D); or None
-    g_ptr,  # (B, QUERIES, D): upstream rows of the queries; or None
-    g_states_ptr,  # (B, L, CHUNKS, ROWS, D): states of g for κ_q
+    out_ptr,  # (B, QUERIES, WIDTH) float32 if ATOMIC, else (B, L, QUERIES, WIDTH); or None
+    g_ptr,  # (B, QUERIES, WIDTH): upstream rows of the queries; or None
+    g_states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH): states of g for κ_q
     d_points_ptr,  # (B, L, N) float32: of the queries' points
     d_query_scale_ptr,  # (B, L, N) float32, or None
     d_mid_scale_ptr,  # (B, L, N) float32, or None
     totals_ptr,  # (B, L, CHUNKS) float32, or None: ⟨g, plan x⟩ without the weight
     d_inv_bandwidth_ptr,  # (B, L, CHUNKS) float32, or None: what each chunk adds to it
-    N, KEYS, QUERIES, HEADS, L, CHUNKS, START, COUNT, D: tl.constexpr, COMPLEX: tl.constexpr,
+    N, KEYS, QUERIES, HEADS, L, CHUNKS, START, COUNT, D8, D: tl.constexpr, COMPLEX: tl.constexpr,
     ROWS: tl.constexpr, ATOMIC: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr,
     SPAN: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -133,22 +133,23 @@ def apply_kernel(
 
     With rows g also the gradients of ``weight · ⟨g, plan x⟩`` on the side of the queries.
     """
+    WIDTH = D if D > 0 else D8 * 8
     pair, head, chunk = program_chunk(HEADS, L, START, COUNT)
     begin = chunk * SPAN
     n = begin + tl.arange(0, C)
     ranks = pair * N
-    x_ptr += head * KEYS * D
+    x_ptr += head * KEYS * WIDTH
     if key_scale_ptr is not None:
         key_scale_ptr += ranks
     if query_scale_ptr is not None:
         query_scale_ptr += ranks
     if ROWS > 0:
-        x_states_ptr += pair * CHUNKS * ROWS * D
-        w_states_ptr += pair * CHUNKS * ROWS * D
+        x_states_ptr += pair * CHUNKS * ROWS * WIDTH
+        w_states_ptr += pair * CHUNKS * ROWS * WIDTH
     if g_ptr is not None:
-        g_ptr += head * QUERIES * D
+        g_ptr += head * QUERIES * WIDTH
         if ROWS > 0:
-            g_states_ptr += pair * CHUNKS * ROWS * D
+            g_states_ptr += pair * CHUNKS * ROWS * WIDTH
     # All loads come first: what follows waits for the tensor cores, and nothing moves across that.
     k_tokens, k_points, k_first, k_last = load_side(
         key_points_ptr + ranks, key_order_ptr + ranks, begin, N, C, EVEN
@@ -168,14 +169,14 @@ def apply_kernel(
     mid_dots = tl.zeros((C,), tl.float32)
     query_dots = tl.zeros((C,), tl.float32)
     d_inv_bandwidth = tl.zeros((C,), tl.float32)
-    for start in tl.range(0, D, BLOCK_D, num_stages=1):
+    for start in tl.range(0, WIDTH, BLOCK_D, num_stages=1):
         d = start + tl.arange(0, BLOCK_D)
-        x = load_rows(x_ptr, key_scale_ptr, k_tokens, n, N, d, D, EVEN)
-        x_states = load_states(x_states_ptr, chunk, d, D, ROWS)
-        w_states = load_states(w_states_ptr, chunk, d, D, ROWS)
+        x = load_rows(x_ptr, key_scale_ptr, k_tokens, n, N, d, WIDTH, EVEN)
+        x_states = load_states(x_states_ptr, chunk, d, WIDTH, ROWS)
+        w_states = load_states(w_states_ptr, chunk, d, WIDTH, ROWS)
         if g_ptr is not None:
-            g = to_wide_range(load_rows(g_ptr, query_scale_ptr, q_tokens, n, N, d, D, EVEN))
-            g_states = load_states(g_states_ptr, chunk, d, D, ROWS)
+            g = to_wide_range(load_rows(g_ptr, query_scale_ptr, q_tokens, n, N, d, WIDTH, EVEN))
+            g_states = load_states(g_states_ptr, chunk, d, WIDTH, ROWS)
         kappa, _ = chunk_kernel(k_points, k_first, k_last, x, inv_bandwidth, COMPLEX, fp32_rows)
         read = read_coefficients(
             TABLE, k_points, k_first, k_last, inv_bandwidth, x, x_states, COMPLEX, ROWS
@@ -225,7 +226,7 @@ def apply_kernel(
         if out_ptr is not None:
             y = apply_sorted_kernel(kappa, w, read * early, w_states, COMPLEX, ROWS)
             add_rows(
-                out_ptr, query_scale_ptr, y * late, q_tokens, pair, head, n, N, QUERIES, d, D,
+                out_ptr, query_scale_ptr, y * late, q_tokens, pair, head, n, N, QUERIES, d, WIDTH,
                 ATOMIC, EVEN,
             )  # fmt: skip
     if g_ptr is not None:
@@ -246,38 +247,39 @@ def apply_kernel(
 
 @triton.jit(do_not_specialize=COUNTS)
 def cross_kernel(
-    x_ptr,  # (B, KEYS, D): rows of the keys
+    x_ptr,  # (B, KEYS, WIDTH): rows of the keys
     key_order_ptr,  # (B, L, N) int32
     key_scale_ptr,  # (B, L, N) float32, or None: ones
     key_points_ptr,  # (B, L, N) float32
-    g_ptr,  # (B, QUERIES, D): rows of the queries
+    g_ptr,  # (B, QUERIES, WIDTH): rows of the queries
     query_order_ptr,  # (B, L, N) int32
     query_scale_ptr,  # (B, L, N) float32, or None: ones
     query_points_ptr,  # (B, L, N) float32
     mid_scale_ptr,  # (B, L, N) float32
     TABLE: tl.constexpr,
     inv_bandwidth_ptr,  # (B,) float32
-    x_states_ptr,  # (B, L, CHUNKS, ROWS, D): states of x for κ_k
+    x_states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH): states of x for κ_k
     g_states_ptr,  # likewise, of g for κ_q
     totals_ptr,  # (B, L, CHUNKS) float32
-    N, KEYS, QUERIES, HEADS, L, CHUNKS, START, COUNT, D: tl.constexpr, COMPLEX: tl.constexpr,
+    N, KEYS, QUERIES, HEADS, L, CHUNKS, START, COUNT, D8, D: tl.constexpr, COMPLEX: tl.constexpr,
     ROWS: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr, SPAN: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
     """``Σ_n mid_scale_n (κ_k x)_n · (κ_q g)_n``, one sum per chunk: ⟨g, plan x⟩ from both ends."""
+    WIDTH = D if D > 0 else D8 * 8
     pair, head, chunk = program_chunk(HEADS, L, START, COUNT)
     begin = chunk * SPAN
     n = begin + tl.arange(0, C)
     ranks = pair * N
-    x_ptr += head * KEYS * D
-    g_ptr += head * QUERIES * D
+    x_ptr += head * KEYS * WIDTH
+    g_ptr += head * QUERIES * WIDTH
     if key_scale_ptr is not None:
         key_scale_ptr += ranks
     if query_scale_ptr is not None:
         query_scale_ptr += ranks
     if ROWS > 0:
-        x_states_ptr += pair * CHUNKS * ROWS * D
-        g_states_ptr += pair * CHUNKS * ROWS * D
+        x_states_ptr += pair * CHUNKS * ROWS * WIDTH
+        g_states_ptr += pair * CHUNKS * ROWS * WIDTH
     k_tokens, k_points, k_first, k_last = load_side(
         key_points_ptr + ranks, key_order_ptr + ranks, begin, N, C, EVEN
     )
@@ -288,12 +290,12 @@ def cross_kernel(
     inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
     fp32_rows: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     mid_dots = tl.zeros((C,), tl.float32)
-    for start in tl.range(0, D, BLOCK_D, num_stages=1):
+    for start in tl.range(0, WIDTH, BLOCK_D, num_stages=1):
         d = start + tl.arange(0, BLOCK_D)
-        x = load_rows(x_ptr, key_scale_ptr, k_tokens, n, N, d, D, EVEN)
-        g = load_rows(g_ptr, query_scale_ptr, q_tokens, n, N, d, D, EVEN)
-        x_states = load_states(x_states_ptr, chunk, d, D, ROWS)
-        g_states = load_states(g_states_ptr, chunk, d, D, ROWS)
+        x = load_rows(x_ptr, key_scale_ptr, k_tokens, n, N, d, WIDTH, EVEN)
+        g = load_rows(g_ptr, query_scale_ptr, q_tokens, n, N, d, WIDTH, EVEN)
+        x_states = load_states(x_states_ptr, chunk, d, WIDTH, ROWS)
+        g_states = load_states(g_states_ptr, chunk, d, WIDTH, ROWS)
         kappa, _ = chunk_kernel(k_points, k_first, k_last, x, inv_bandwidth, COMPLEX, fp32_rows)
         read = read_coefficients(
             TABLE, k_points, k_first, k_last, inv_bandwidth, x, x_states, COMPLEX, ROWS

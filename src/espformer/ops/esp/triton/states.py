@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from espformer.ops.common.sizes import ceil_div, power_of_2
+from espformer.ops.common.sizes import ceil_div, power_of_2, width_arguments
 from espformer.ops.esp.triton.plan import Plan
 from espformer.ops.esp.triton.primitives import (
     COUNTS,
@@ -70,18 +70,32 @@ REGISTERS = {
 
 
 @triton.jit
-def store_states(
-    states_ptr, chunk, states, d, D: tl.constexpr, ROWS: tl.constexpr, AFTER: tl.constexpr = 0
-):
+def store_states(states_ptr, chunk, states, d, D, ROWS: tl.constexpr, AFTER: tl.constexpr = 0):
     """Some rows of a matrix of sums as the states of a chunk."""
     r = tl.arange(0, STATE_ROWS)[:, None] - AFTER
     at = (chunk * ROWS + r) * D + d[None, :]
     tl.store(states_ptr + at, states, mask=(r >= 0) & (r < ROWS) & (d[None, :] < D))
 
 
+@triton.jit
+def store_sums(
+    states_ptr, next_states_ptr, chunk, x, into, through, d, WIDTH, COMPLEX: tl.constexpr,
+    ROWS: tl.constexpr, THROUGH: tl.constexpr, TOGETHER: tl.constexpr, AFTER: tl.constexpr,
+):  # fmt: skip
+    """The sums of a block of columns of x, for one kernel or for two (:func:`sums_kernel`)."""
+    if THROUGH:
+        x = to_wide_range(x)
+    sums = product(into, x, COMPLEX)
+    store_states(states_ptr, chunk, sums, d, WIDTH, ROWS)
+    if THROUGH:
+        if not TOGETHER:
+            sums = product(through, x, COMPLEX)
+        store_states(next_states_ptr, chunk, sums, d, WIDTH, ROWS, AFTER)
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def sums_kernel(
-    x_ptr,  # (B, TOKENS, D)
+    x_ptr,  # (B, TOKENS, WIDTH)
     order_ptr,  # (B, L, N) int32: the token of each rank
     scale_ptr,  # (B, L, N) float32, or None: ones
     points_ptr,  # (B, L, N) float32, of the kernel that sums x
@@ -89,10 +103,10 @@ def sums_kernel(
     mid_scale_ptr,  # (B, L, N) float32
     TABLE: tl.constexpr,
     inv_bandwidth_ptr,  # (B,) float32
-    states_ptr,  # (B, L, CHUNKS, ROWS, D)
-    next_states_ptr,  # (B, L, CHUNKS, ROWS, D), if THROUGH
+    states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH)
+    next_states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH), if THROUGH
     links_ptr,  # (B, L, CHUNKS, ROWS, ROWS) float32, if THROUGH
-    N, TOKENS, HEADS, L, CHUNKS, START, COUNT, D: tl.constexpr, COMPLEX: tl.constexpr,
+    N, TOKENS, HEADS, L, CHUNKS, START, COUNT, D8, D: tl.constexpr, COMPLEX: tl.constexpr,
     ROWS: tl.constexpr, THROUGH: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr,
     SPAN: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -101,11 +115,12 @@ def sums_kernel(
     THROUGH: also the sums of ``mid_scale · κx`` for the kernel of the next points, but for what the
     states of x add to them, which is done with the links once these are known.
     """
+    WIDTH = D if D > 0 else D8 * 8
     pair, head, chunk = program_chunk(HEADS, L, START, COUNT)
     begin = chunk * SPAN
     n = begin + tl.arange(0, C)
     ranks = pair * N
-    x_ptr += head * TOKENS * D
+    x_ptr += head * TOKENS * WIDTH
     if scale_ptr is not None:
         scale_ptr += ranks
     inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
@@ -118,15 +133,15 @@ def sums_kernel(
     )
     into = tl.trans(into)
     together: tl.constexpr = THROUGH and 2 * ROWS <= STATE_ROWS
+    after: tl.constexpr = ROWS if together else 0
     if THROUGH:
-        after: tl.constexpr = ROWS if together else 0
         mid_scale = load_ranks(mid_scale_ptr + ranks, n, N, EVEN)
         next_points, next_first, next_last = load_points(next_points_ptr + ranks, begin, N, C, EVEN)
         through = mid_scale[:, None] * state_coefficients(
             TABLE, next_points, next_first, next_last, inv_bandwidth, "in", COMPLEX, ROWS,
             fp32_rows, after,
         )  # fmt: skip
-        x = load_rows(x_ptr, scale_ptr, tokens, n, N, tl.arange(0, BLOCK_D), D, EVEN)
+        x = load_rows(x_ptr, scale_ptr, tokens, n, N, tl.arange(0, BLOCK_D), WIDTH, EVEN)
         kappa, _ = chunk_kernel(points, first, last, None, inv_bandwidth, COMPLEX, fp32_rows)
         r = tl.arange(0, STATE_ROWS) - after
         kept = (r >= 0) & (r < ROWS)
@@ -147,18 +162,32 @@ def sums_kernel(
             tl.store(to, through, mask=kept[:, None] & ((i == 0) | (i == C - 1)))
         if together:
             into += through
-    for start in tl.static_range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
-        if start > 0 or not THROUGH:
-            x = load_rows(x_ptr, scale_ptr, tokens, n, N, d, D, EVEN)
-        if THROUGH:
-            x = to_wide_range(x)
-        sums = product(into, x, COMPLEX)
-        store_states(states_ptr + pair * CHUNKS * ROWS * D, chunk, sums, d, D, ROWS)
-        if THROUGH:
-            if not together:
-                sums = product(through, x, COMPLEX)
-            store_states(next_states_ptr + pair * CHUNKS * ROWS * D, chunk, sums, d, D, ROWS, after)
+    states_ptr += pair * CHUNKS * ROWS * WIDTH
+    if THROUGH:
+        next_states_ptr += pair * CHUNKS * ROWS * WIDTH
+    else:
+        through = into
+        x = load_rows(x_ptr, scale_ptr, tokens, n, N, tl.arange(0, BLOCK_D), WIDTH, EVEN)
+    store_sums(
+        states_ptr, next_states_ptr, chunk, x, into, through, tl.arange(0, BLOCK_D), WIDTH, COMPLEX,
+        ROWS, THROUGH, together, after,
+    )  # fmt: skip
+    if D > 0:
+        for start in tl.static_range(BLOCK_D, D, BLOCK_D):
+            d = start + tl.arange(0, BLOCK_D)
+            x = load_rows(x_ptr, scale_ptr, tokens, n, N, d, WIDTH, EVEN)
+            store_sums(
+                states_ptr, next_states_ptr, chunk, x, into, through, d, WIDTH, COMPLEX, ROWS,
+                THROUGH, together, after,
+            )  # fmt: skip
+    else:
+        for start in tl.range(BLOCK_D, WIDTH, BLOCK_D, num_stages=1):
+            d = start + tl.arange(0, BLOCK_D)
+            x = load_rows(x_ptr, scale_ptr, tokens, n, N, d, WIDTH, EVEN)
+            store_sums(
+                states_ptr, next_states_ptr, chunk, x, into, through, d, WIDTH, COMPLEX, ROWS,
+                THROUGH, together, after,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -170,25 +199,26 @@ def complex_decay(TABLE: tl.constexpr, x, r, ROWS: tl.constexpr, FP32_ROWS: tl.c
     return size * re, size * im
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def link_kernel(
-    states_ptr,  # (B, L, CHUNKS, ROWS, D)
-    next_states_ptr,  # (B, L, CHUNKS, ROWS, D)
+    states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH)
+    next_states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH)
     links_ptr,  # (B, L, CHUNKS, ROWS, ROWS) float32
-    D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    D8, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Adds to every chunk's sums what states of the kernel before contribute through the links."""
+    WIDTH = D if D > 0 else D8 * 8
     chunk = tl.program_id(0).to(tl.int64)
     r = tl.arange(0, STATE_ROWS)
     inside = (r[:, None] < ROWS) & (r[None, :] < ROWS)
     links = links_ptr + (chunk * ROWS + r[:, None]) * ROWS + r[None, :]
     link = tl.load(links, mask=inside, other=0.0)
-    for start in tl.static_range(0, D, BLOCK_D):
+    for start in tl.range(0, WIDTH, BLOCK_D, num_stages=1):
         d = start + tl.arange(0, BLOCK_D)
-        states = load_states(states_ptr, chunk, d, D, ROWS)
-        own = load_states(next_states_ptr, chunk, d, D, ROWS)
+        states = load_states(states_ptr, chunk, d, WIDTH, ROWS)
+        own = load_states(next_states_ptr, chunk, d, WIDTH, ROWS)
         own = tl.dot(link, states, own, input_precision="tf32x3")
-        store_states(next_states_ptr, chunk, own, d, D, ROWS)
+        store_states(next_states_ptr, chunk, own, d, WIDTH, ROWS)
 
 
 @triton.jit
@@ -206,16 +236,16 @@ def carry_in_point(points_ptr, i, rightwards, N, CHUNKS, C: tl.constexpr):
     return point_at(points_ptr, tl.where(rightwards, i * C, (CHUNKS - i) * C - 1), N)
 
 
-@triton.jit(do_not_specialize=("L", "CHUNKS", "SEGMENTS", "LENGTH"))
+@triton.jit(do_not_specialize=("L", "CHUNKS", "SEGMENTS", "LENGTH", "D8"))
 def scan_kernel(
     points_ptr,  # (B, L, N) float32
     TABLE: tl.constexpr,
     inv_bandwidth_ptr,  # (B,) float32
-    states_ptr,  # (B, L, CHUNKS, ROWS, D)
-    first_states_ptr,  # (B, L, CHUNKS, ROWS, D), of the kernel before, if THROUGH
+    states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH)
+    first_states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH), of the kernel before, if THROUGH
     links_ptr,  # (B, L, CHUNKS, ROWS, ROWS) float32, if THROUGH
-    ends_ptr,  # (B, L, 2, SEGMENTS, ROWS // 2, D) float32, or None
-    N, L, CHUNKS, SEGMENTS, LENGTH, D: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr,
+    ends_ptr,  # (B, L, 2, SEGMENTS, ROWS // 2, WIDTH) float32, or None
+    N, L, CHUNKS, SEGMENTS, LENGTH, D8, D: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr,
     THROUGH: tl.constexpr, ENDS_ONLY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
     C: tl.constexpr, AHEAD: tl.constexpr, FP32_ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -229,31 +259,32 @@ def scan_kernel(
     A launch with ENDS_ONLY scans every segment from nothing and writes that; how much of it is left
     where another segment begins follows from the points, so all segments are scanned at once.
     """
+    WIDTH = D if D > 0 else D8 * 8
     pair = (tl.program_id(0) // SEGMENTS).to(tl.int64)
     segment = tl.program_id(0) % SEGMENTS
     rightwards = tl.program_id(1) == 0
     points_ptr += pair * N
-    states_ptr += pair * CHUNKS * ROWS * D
+    states_ptr += pair * CHUNKS * ROWS * WIDTH
     if THROUGH:
-        first_states_ptr += pair * CHUNKS * ROWS * D
+        first_states_ptr += pair * CHUNKS * ROWS * WIDTH
         links_ptr += pair * CHUNKS * ROWS * ROWS
     inv_bandwidth = tl.load(inv_bandwidth_ptr + pair // L)
     d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     k = tl.arange(0, BLOCK_R)
     if COMPLEX:
         row = 2 * k + tl.where(rightwards, 0, ROWS // 2)
-        inside = (k[:, None] < ROWS // 4) & (d[None, :] < D)
-        end_at = (2 * k)[:, None] * D + d[None, :]
+        inside = (k[:, None] < ROWS // 4) & (d[None, :] < WIDTH)
+        end_at = (2 * k)[:, None] * WIDTH + d[None, :]
     else:
         row = 2 * k + tl.where(rightwards, 0, 1)
-        inside = (k[:, None] < ROWS // 2) & (d[None, :] < D)
-        end_at = k[:, None] * D + d[None, :]
+        inside = (k[:, None] < ROWS // 2) & (d[None, :] < WIDTH)
+        end_at = k[:, None] * WIDTH + d[None, :]
     state = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     state_im = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     begin = segment * LENGTH
     end = tl.minimum(begin + LENGTH, CHUNKS)
     if ends_ptr is not None:
-        ends_ptr += (pair * 2 + tl.program_id(1)) * SEGMENTS * (ROWS // 2) * D
+        ends_ptr += (pair * 2 + tl.program_id(1)) * SEGMENTS * (ROWS // 2) * WIDTH
         if not ENDS_ONLY:
             start = carry_in_point(points_ptr, begin, rightwards, N, CHUNKS, C)
             for earlier in range(0, segment):
@@ -261,10 +292,10 @@ def scan_kernel(
                     points_ptr, (earlier + 1) * LENGTH, rightwards, N, CHUNKS, C
                 )
                 x = tl.abs(start - left_at) * inv_bandwidth
-                leaving = ends_ptr + earlier * (ROWS // 2) * D + end_at
+                leaving = ends_ptr + earlier * (ROWS // 2) * WIDTH + end_at
                 end_re = tl.load(leaving, mask=inside, other=0.0)
                 if COMPLEX:
-                    end_im = tl.load(leaving + D, mask=inside, other=0.0)
+                    end_im = tl.load(leaving + WIDTH, mask=inside, other=0.0)
                     decay_re, decay_im = complex_decay(TABLE, x, row[:, None], ROWS, FP32_ROWS)
                     state += decay_re * end_re - decay_im * end_im
                     state_im += decay_re * end_im + decay_im * end_re
@@ -277,15 +308,17 @@ def scan_kernel(
         for u in tl.static_range(AHEAD):
             here = i + u < CHUNKS
             chunk = tl.where(rightwards, i + u, CHUNKS - 1 - i - u)
-            at = (chunk * ROWS + row)[:, None] * D + d[None, :]
+            at = (chunk * ROWS + row)[:, None] * WIDTH + d[None, :]
             own = tl.load(states_ptr + at, mask=inside & here, other=0.0).to(tl.float32)
             if COMPLEX:
-                owns = owns + (own, tl.load(states_ptr + at + D, mask=inside & here, other=0.0))
+                owns = owns + (own, tl.load(states_ptr + at + WIDTH, mask=inside & here, other=0.0))
             else:
                 if THROUGH:
-                    states = first_states_ptr + chunk * ROWS * D + d
-                    left = tl.load(states, mask=(d < D) & here, other=0.0).to(tl.float32)
-                    right = tl.load(states + D, mask=(d < D) & here, other=0.0).to(tl.float32)
+                    states = first_states_ptr + chunk * ROWS * WIDTH + d
+                    left = tl.load(states, mask=(d < WIDTH) & here, other=0.0).to(tl.float32)
+                    right = tl.load(states + WIDTH, mask=(d < WIDTH) & here, other=0.0).to(
+                        tl.float32
+                    )
                     links = links_ptr + (chunk * ROWS + row) * ROWS
                     own += tl.load(links, mask=here, other=0.0)[:, None] * left[None, :]
                     own += tl.load(links + 1, mask=here, other=0.0)[:, None] * right[None, :]
@@ -298,14 +331,14 @@ def scan_kernel(
             gaps = gaps + (across * inv_bandwidth, step * inv_bandwidth)
         for u in tl.static_range(AHEAD):
             chunk = tl.where(rightwards, i + u, CHUNKS - 1 - i - u)
-            at = (chunk * ROWS + row)[:, None] * D + d[None, :]
+            at = (chunk * ROWS + row)[:, None] * WIDTH + d[None, :]
             mask = inside & (i + u < CHUNKS)
             across, step = gaps[2 * u], gaps[2 * u + 1]
             if not ENDS_ONLY:
                 tl.store(states_ptr + at, state, mask=mask)
             if COMPLEX:
                 if not ENDS_ONLY:
-                    tl.store(states_ptr + at + D, state_im, mask=mask)
+                    tl.store(states_ptr + at + WIDTH, state_im, mask=mask)
                 own, own_im = owns[2 * u], owns[2 * u + 1]
                 re, im = complex_decay(TABLE, across, row[:, None], ROWS, FP32_ROWS)
                 s_re, s_im = complex_decay(TABLE, step, row[:, None], ROWS, FP32_ROWS)
@@ -315,10 +348,10 @@ def scan_kernel(
             else:
                 state = real_decay(across, k, ROWS) * state + real_decay(step, k, ROWS) * owns[u]
     if ENDS_ONLY:
-        ends_ptr += segment * (ROWS // 2) * D
+        ends_ptr += segment * (ROWS // 2) * WIDTH
         tl.store(ends_ptr + end_at, state, mask=inside)
         if COMPLEX:
-            tl.store(ends_ptr + end_at + D, state_im, mask=inside)
+            tl.store(ends_ptr + end_at + WIDTH, state_im, mask=inside)
 
 
 def chunk_size(ranks: int, dtype: torch.dtype) -> int:
@@ -457,9 +490,9 @@ class Chunks:
         for start, count, ranks in parts:
             kernel[(self.batch * self.slices * count,)](
                 *args, N=self.ranks, HEADS=self.batch, L=self.slices, CHUNKS=self.count,
-                START=start, COUNT=count, D=width, COMPLEX=self.complex, BLOCK_D=block_d,
-                SPAN=self.span, C=ranks, EVEN=start + count <= full, **options,
-                **self._tuned(name, ranks),
+                START=start, COUNT=count, COMPLEX=self.complex, BLOCK_D=block_d,
+                SPAN=self.span, C=ranks, EVEN=start + count <= full, **width_arguments(width),
+                **options, **self._tuned(name, ranks),
             )  # fmt: skip
 
     def _tuned(self, name: str, ranks: int) -> dict[str, int]:
@@ -498,7 +531,13 @@ def chunk_states(
     if after is not None and chunks.complex:
         block_d = column_block(x.shape[-1], chunks.fp32_rows)
         link_kernel[(chunks.batch * chunks.slices * chunks.count,)](
-            states, after, links, D=x.shape[-1], ROWS=rows, BLOCK_D=block_d, num_warps=1
+            states,
+            after,
+            links,
+            ROWS=rows,
+            BLOCK_D=block_d,
+            num_warps=1,
+            **width_arguments(x.shape[-1]),
         )
         _scan(chunks, plan.query_points, plan.inv_bandwidth, after, None, None)
     elif after is not None:
@@ -524,7 +563,8 @@ def _scan(
         scan_kernel[(pairs * segments, 2, columns)](
             points, chunks.table, inv_bandwidth, states, before, links, ends,
             N=chunks.ranks, L=chunks.slices, CHUNKS=chunks.count, SEGMENTS=segments,
-            LENGTH=length, D=width, COMPLEX=chunks.complex, ROWS=rows, THROUGH=before is not None,
+            LENGTH=length, COMPLEX=chunks.complex, ROWS=rows, THROUGH=before is not None,
             ENDS_ONLY=ends_only, BLOCK_R=power_of_2(rows // (4 if chunks.complex else 2)),
             BLOCK_D=block_d, C=chunks.span, AHEAD=ahead, FP32_ROWS=chunks.fp32_rows, num_warps=1,
+            **width_arguments(width),
         )  # fmt: skip
