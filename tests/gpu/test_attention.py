@@ -194,10 +194,10 @@ def test_balanced_long_sequences(metric: str) -> None:
 
 
 def test_half_precision_ranks_like_a_stable_sort() -> None:
-    from espformer.ops.esp.triton.ranking import rank_halves
+    from espformer.ops.esp.triton.sort import rank_halves
 
     x = torch.randn(3, 1000, 5, device="cuda").to(torch.bfloat16)
-    values, order = rank_halves(x, None, 0.5)
+    points, order = rank_halves(x, None, 0.5)
     expected, index = x.float().mT.sort(dim=-1, stable=True)
-    torch.testing.assert_close(values, expected * 0.5, rtol=0, atol=0)
+    torch.testing.assert_close(points, expected * 0.5, rtol=0, atol=0)
     assert torch.equal(order.long(), index)

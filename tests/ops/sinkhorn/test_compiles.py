@@ -18,11 +18,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from espformer.ops.sinkhorn.triton import backward, forward, launch
+from espformer.ops.sinkhorn import triton as sinkhorn
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SIZES = {"N", "M", "rows", "heads", "last", "updates", "my_last", "their_last"}
-TOKENS = {"X", "Y", "X2", "Y2", "Q", "K", "V", "UP", "DV", "DX"}
+TOKENS = {f"{name}_ptr" for name in "x y x2 y2 q k v up dv dx".split()}
 
 
 def registers(cubin):
@@ -48,12 +48,12 @@ def build(kernel, dtype, meta, **more):
             return "i32"
         if name in ("scale", "to_tokens"):
             return "fp32"
-        output_is_token = kernel in (forward.output_kernel, backward.delta_kernel)
-        if name in TOKENS or (name == "OUT" and output_is_token):
+        output_is_token = kernel in (sinkhorn.output_kernel, sinkhorn.delta_kernel)
+        if name in TOKENS or (name == "out_ptr" and output_is_token):
             return f"*{dtype}"
-        if "FACTORS" in name:
+        if "factors" in name:
             return factors
-        return "*i1" if name == "MASK" else "*fp32"
+        return "*i1" if name == "mask_ptr" else "*fp32"
 
     signature = {name: kind(name) for name in kernel.arg_names}
     aligned = {
@@ -71,25 +71,25 @@ def build(kernel, dtype, meta, **more):
 
 
 dtype, (width, updates, architecture) = sys.argv[1], map(int, sys.argv[2:])
-halves, roomy = dtype != "fp32", architecture == 90
-one = launch.constants("potential", halves, width, roomy=roomy)
-build(forward.potential_kernel, dtype, one, MASKED=True)
-build(forward.potential_kernel, dtype, one, MASKED=False, MASK=None)
-build(backward.pull_kernel, dtype, one, HAS_DIRECT=True)
-build(backward.pull_kernel, dtype, one, HAS_DIRECT=False, DIRECT=None)
-two = launch.constants("output", halves, width, width, roomy=roomy)
-build(forward.output_kernel, dtype, two, LAST_IS_ROWS=True, MASKED=True)
-build(forward.output_kernel, dtype, two, LAST_IS_ROWS=False, MASKED=False, MASK=None)
+halves, large = dtype != "fp32", architecture == 90
+one = sinkhorn.constants("potential", halves, width, large=large)
+build(sinkhorn.potential_kernel, dtype, one, MASKED=True)
+build(sinkhorn.potential_kernel, dtype, one, MASKED=False, mask_ptr=None)
+build(sinkhorn.pull_kernel, dtype, one, HAS_DIRECT=True)
+build(sinkhorn.pull_kernel, dtype, one, HAS_DIRECT=False, direct_ptr=None)
+two = sinkhorn.constants("output", halves, width, width, large=large)
+build(sinkhorn.output_kernel, dtype, two, LAST_IS_ROWS=True, MASKED=True)
+build(sinkhorn.output_kernel, dtype, two, LAST_IS_ROWS=False, MASKED=False, mask_ptr=None)
 for pull in (True, False):
-    build(backward.value_grad_kernel, dtype, two, PULL=pull)
+    build(sinkhorn.value_grad_kernel, dtype, two, PULL=pull)
 warps = {"num_warps": 4, "num_stages": 2}
 block = two["BLOCK_W"]
-build(backward.delta_kernel, dtype, warps, WIDTH=width, BLOCK_W=block, ROWS=4096 // block)
-rank = launch.rank_of(updates, halves)
-three = launch.constants("grad", halves, width, width, roomy=roomy) | {"RANK": rank}
+build(sinkhorn.delta_kernel, dtype, warps, WIDTH=width, BLOCK_W=block, ROWS=4096 // block)
+rank = sinkhorn.rank_of(updates, halves)
+three = sinkhorn.constants("grad", halves, width, width, large=large) | {"RANK": rank}
 for of_queries, factored in ((True, True), (False, True), (True, False)):
-    build(backward.score_grad_kernel, dtype, three, OF_QUERIES=of_queries, FACTORED=factored)
-build(backward.factors_kernel, dtype, warps, OF_QUERIES=True, SPLIT=halves, RANK=rank, BLOCK=1024)
+    build(sinkhorn.score_grad_kernel, dtype, three, OF_QUERIES=of_queries, FACTORED=factored)
+build(sinkhorn.factors_kernel, dtype, warps, OF_QUERIES=True, SPLIT=halves, RANK=rank, BLOCK=1024)
 """
 
 # For one program: on Hopper, and on the GPUs of workstations.

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from espformer.functional import sinkhorn_attention
 from espformer.nn import Sinkhorn
-from espformer.ops.sinkhorn.triton import backward, launch, operators
+from espformer.ops.sinkhorn import triton as sinkhorn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = DEVICE == "cpu"
@@ -21,11 +21,11 @@ INTERPRETED = DEVICE == "cpu"
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU small tiles make several from few tokens, and 16 bits means float16."""
     if INTERPRETED:
-        small = (launch.Tile(16, 16, 4, 1),) * 3
-        for table in (launch.HALVES, launch.SINGLES):
+        small = (sinkhorn.Tile(16, 16, 4, 1),) * 3
+        for table in (sinkhorn.HALVES, sinkhorn.SINGLES):
             for kernel in table:
                 monkeypatch.setitem(table, kernel, small)
-        monkeypatch.setattr(launch, "SPLIT_DTYPE", torch.float16)
+        monkeypatch.setattr(sinkhorn, "SPLIT_DTYPE", torch.float16)
 
 
 def tokens(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -84,7 +84,7 @@ def test_potentials_that_change_much(iterations: int) -> None:
     """At a small ε the factors of early updates overflow: the updates are added one by one."""
     inputs = [tokens(1, 2, 20, 8), tokens(1, 2, 33, 8), tokens(1, 2, 33, 8)]
     changes = []
-    original = launch.Sides.factors
+    original = sinkhorn.Sides.factors
 
     def spy(*args: Any) -> Tensor:
         found = original(*args)
@@ -92,13 +92,13 @@ def test_potentials_that_change_much(iterations: int) -> None:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch.Sides, "factors", spy)
+        patch.setattr(sinkhorn.Sides, "factors", spy)
         compare(inputs, tolerance=5e-4, iterations=iterations, epsilon=5e-3)
-    assert iterations < 3 or max(changes) > backward.MOST_CHANGE.value
+    assert iterations < 3 or max(changes) > sinkhorn.MOST_CHANGE.value
 
 
 def test_many_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "HIGHEST_RANK", 8)  # as if these were too many to factor
+    monkeypatch.setattr(sinkhorn, "HIGHEST_RANK", 8)  # as if these were too many to factor
     compare([tokens(1, 1, 20, 4) for _ in range(3)], iterations=4, epsilon=0.3)
 
 
@@ -162,15 +162,13 @@ def test_registered_operators() -> None:
     query, key, value = (tokens(2, 5, 4).requires_grad_() for _ in range(3))
     mask = some(2, 5)
     for masks in ((None, None), (mask, mask)):
-        torch.library.opcheck(
-            operators.sinkhorn_forward.custom, (query, key, value, *masks, 0.5, 3)
-        )
+        torch.library.opcheck(sinkhorn.sinkhorn_forward.custom, (query, key, value, *masks, 0.5, 3))
     out, f, g = (
-        x.detach() for x in operators.sinkhorn_forward(query, key, value, None, None, 0.5, 2)
+        x.detach() for x in sinkhorn.sinkhorn_forward(query, key, value, None, None, 0.5, 2)
     )
     arguments = [x.detach() for x in (torch.ones_like(out), query, key, value)]
     torch.library.opcheck(
-        operators.sinkhorn_backward.custom, (*arguments, None, None, out, f, g, 0.5, 2),
+        sinkhorn.sinkhorn_backward.custom, (*arguments, None, None, out, f, g, 0.5, 2),
         test_utils=("test_schema", "test_faketensor"),
     )  # fmt: skip
 

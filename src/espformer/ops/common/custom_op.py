@@ -37,10 +37,12 @@ class Operator:
     dispatcher's way through Python would take longer than the kernels of a small problem.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], schema: str | None) -> None:
         self.name = name.split("::")[-1]
         self.function = function = _launchable(function)
-        schema = torch.library.infer_schema(function.__wrapped__, mutates_args=())  # type: ignore[attr-defined]
+        if schema is None:
+            plain = function.__wrapped__  # type: ignore[attr-defined]
+            schema = torch.library.infer_schema(plain, mutates_args=())
         self.custom = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
         self.with_gradient: Any = None
         self.__doc__ = function.__doc__
@@ -75,6 +77,9 @@ class Operator:
         return self.function(*args)
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
-    """Decorates a function of tensors, numbers and strings as ``espformer::<name>``."""
-    return lambda function: Operator(f"espformer::{name}", function)
+def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Operator]:
+    """Decorates a function of tensors, numbers and strings as ``espformer::<name>``.
+
+    Its schema is that of its signature, unless one is given: for functions with ``*args``.
+    """
+    return lambda function: Operator(f"espformer::{name}", function, schema)

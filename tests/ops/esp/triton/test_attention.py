@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import espformer
-from espformer.ops.esp.triton import launch
+from espformer.ops.esp.triton import soft_plan, states
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -18,10 +18,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter is slow: without a GPU, chunks of eight ranks make two from few tokens."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(launch, "CHUNK", {2: 8, 4: 8})
-        monkeypatch.setattr(launch, "LEAST", 2)
-        monkeypatch.setattr(launch, "AHEAD", (2, 2))
-        monkeypatch.setattr(launch, "segment_length", lambda chunks, ahead, walks: ahead)
+        monkeypatch.setattr(states, "CHUNK", {2: 8, 4: 8})
+        monkeypatch.setattr(states, "LEAST", 2)
+        monkeypatch.setattr(states, "AHEAD", (2, 2))
+        monkeypatch.setattr(states, "segment_length", lambda chunks, ahead, scans: ahead)
 
 
 def gradients(
@@ -113,7 +113,7 @@ def test_close_numbers_beside_one_far_away(metric: str) -> None:
 
 
 def test_one_mask_for_both_sides_needs_no_coupling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("espformer.ops.esp.triton.soft.couple", None)
+    monkeypatch.setattr("espformer.ops.esp.triton.soft_plan.couple", None)
     mask = torch.arange(5, device=DEVICE) < torch.tensor([[5], [3]], device=DEVICE)
     x = torch.randn(2, 1, 5, 2, device=DEVICE)
     masks = {"query_mask": mask, "key_mask": mask}
@@ -199,10 +199,8 @@ def test_deterministic() -> None:
 @pytest.mark.parametrize("pairs", [1, 2, 4], ids=["a slice", "some slices", "a head"])
 def test_slices_are_worked_on_in_groups(monkeypatch: pytest.MonkeyPatch, pairs: int) -> None:
     """Of the three slices of two heads, as many at a time as scratch memory holds."""
-    from espformer.ops.esp.triton import operators
-
-    monkeypatch.setattr(launch.PlanKernels, "scratch_bytes", staticmethod(lambda *_: 1))
-    monkeypatch.setattr(operators, "SCRATCH_BYTES", {"absolute": pairs})
+    monkeypatch.setattr(states.Chunks, "scratch_bytes", lambda *_: 1)
+    monkeypatch.setattr(soft_plan, "SCRATCH_BYTES", {"absolute": pairs})
     compare(11, 11, torch.float32, 2e-5, inverse_temperature=1.0)
 
 

@@ -1,4 +1,4 @@
-"""The fused operators as torch sees them: schemas, fakes, autograd, compilation."""
+"""The fused soft_plan as torch sees them: schemas, fakes, autograd, compilation."""
 
 from typing import Any
 
@@ -9,9 +9,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import espformer
-from espformer.ops.esp.triton import launch, matching, norms, operators, ranking
-from espformer.ops.esp.triton.balance import balanced_scales
-from espformer.ops.esp.triton.column import row_scales
+from espformer.ops.esp.triton import costs, hard_plan, soft_plan, sort, states
+from espformer.ops.esp.triton.normalise import balanced_scales, row_scales
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -20,8 +19,8 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
-        monkeypatch.setattr(launch, "CHUNK", {2: 4, 4: 4})
-        monkeypatch.setattr(launch, "AHEAD", (2, 2))
+        monkeypatch.setattr(states, "CHUNK", {2: 4, 4: 4})
+        monkeypatch.setattr(states, "AHEAD", (2, 2))
 
 
 def numbers(*shape: int) -> Tensor:
@@ -65,13 +64,13 @@ def test_soft_operators(name: str) -> None:
     values, _, order, _, width, scale, *_ = plan()
     lengths = torch.full((1,), 4, device=DEVICE).int()
     calls = {
-        "apply_plans": (operators.apply_plans, (rows, torch.rand(1, 2, device=DEVICE), 6, *plan())),
-        "cross_plans": (operators.cross_plans, (rows, numbers(1, 6, 4), *plan())),
+        "apply_plans": (soft_plan.apply_plans, (rows, torch.rand(1, 2, device=DEVICE), 6, *plan())),
+        "cross_plans": (soft_plan.cross_plans, (rows, numbers(1, 6, 4), *plan())),
         "row_scales": (row_scales, (values, lengths, width, "absolute", True)),
         "balanced_scales": (balanced_scales, (values, lengths, width, "absolute", True)),
-        "centre_rows": (norms.centre_rows, (rows, numbers(1, 4), None, 0.5)),
+        "centre_rows": (costs.centre_rows, (rows, numbers(1, 4), None, 0.5)),
         "norm_costs": (
-            norms.norm_costs,
+            costs.norm_costs,
             (torch.rand(1, 6, device=DEVICE), order, scale, None, values, width, "absolute", True),
         ),
     }
@@ -89,12 +88,12 @@ def test_hard_operators(name: str) -> None:
     rows, weight = numbers(1, 6, 4).requires_grad_(), torch.rand(1, 2, device=DEVICE)
     half = numbers(1, 6, 2).bfloat16().requires_grad_()
     calls = {
-        "match": (matching.match, (order, order.flip(-1).contiguous())),
-        "apply_matching": (matching.apply_matching, (rows, weight, order)),
-        "cross_matching": (matching.cross_matching, (rows.detach(), numbers(1, 6, 4), order)),
-        "matching_costs": (matching.matching_costs, (rows, numbers(1, 6, 4), order)),
-        "rank_halves": (ranking.rank_halves, (half, None, 0.5)),
-        "match_halves": (ranking.match_halves, (half, half.detach().flip(1), None)),
+        "match": (hard_plan.match, (order, order.flip(-1).contiguous())),
+        "apply_matching": (hard_plan.apply_matching, (rows, weight, order)),
+        "cross_matching": (hard_plan.cross_matching, (rows.detach(), numbers(1, 6, 4), order)),
+        "matching_costs": (hard_plan.matching_costs, (rows, numbers(1, 6, 4), order)),
+        "rank_halves": (sort.rank_halves, (half, None, 0.5)),
+        "match_halves": (sort.match_halves, (half, half.detach().flip(1), None)),
     }
     operator, arguments = calls[name]
     torch.library.opcheck(operator.custom, arguments, test_utils=CHECKS)

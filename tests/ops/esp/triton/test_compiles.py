@@ -13,23 +13,22 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from espformer.ops.esp.exponentials import ABSOLUTE, GAUSSIAN
-from espformer.ops.esp.triton.apply import apply_kernel, cross_kernel
-from espformer.ops.esp.triton.balance import BACKWARD, FORWARD, settle_kernel
-from espformer.ops.esp.triton.column import column_kernel
-from espformer.ops.esp.triton.gather import gather_kernel, pair_kernel
-from espformer.ops.esp.triton.launch import REGISTERS, state_table
-from espformer.ops.esp.triton.matching import compose_kernel
-from espformer.ops.esp.triton.norms import centre_grad_kernel, centre_kernel
-from espformer.ops.esp.triton.norms import norm_grad_kernel, norm_kernel
-from espformer.ops.esp.triton.ranking import match_kernel, pack_kernel, rank_kernel
-from espformer.ops.esp.triton.ranking import meet_kernel, unpack_kernel, unrank_kernel
-from espformer.ops.esp.triton.sorting import merge_kernel, run_kernel, sort_config
-from espformer.ops.esp.triton.states import link_kernel, scan_kernel, sums_kernel
+from espformer.ops.esp.triton.costs import centre_grad_kernel, centre_kernel
+from espformer.ops.esp.triton.costs import norm_costs_grad_kernel, norm_costs_kernel
+from espformer.ops.esp.triton.hard_plan import compose_kernel, gather_kernel, pair_kernel
+from espformer.ops.esp.triton.normalise import BACKWARD, FORWARD, balance_kernel, column_kernel
+from espformer.ops.esp.triton.soft_plan import apply_kernel, cross_kernel
+from espformer.ops.esp.triton.sort import match_kernel, match_runs_kernel, merge_runs_kernel
+from espformer.ops.esp.triton.sort import pack_kernel, rank_kernel, sort_config, sort_runs_kernel
+from espformer.ops.esp.triton.sort import unpack_kernel, unrank_kernel
+from espformer.ops.esp.triton.states import REGISTERS, link_kernel, scan_kernel, state_table
+from espformer.ops.esp.triton.states import sums_kernel
 import triton.language as tl
 
-INDICES = {"ORDER", "K_ORDER", "Q_ORDER", "INDEX", "FROM", "TO", "WORDS", "LENGTHS"}
+INDICES = {"order_ptr", "key_order_ptr", "query_order_ptr", "index_ptr", "from_ptr", "to_ptr"}
+INDICES |= {"words_ptr", "lengths_ptr"}
 SIZES = {"N", "L", "HEADS", "CHUNKS", "START", "COUNT", "D", "BLOCKS", "STRIDE", "ROWS", "TOKENS"}
-SIZES |= {"KEYS", "QUERIES", "SEGMENTS", "LENGTH"}
+SIZES |= {"KEYS", "QUERIES", "SEGMENTS", "LENGTH", "D8"}
 WARPS = 4
 
 
@@ -58,52 +57,55 @@ def build_chunks(table, row, chunk, alone=False, width=64):
     base = dict(COMPLEX=complex_, ROWS=rows, BLOCK_D=32, D=width, SPAN=chunk, C=chunk)
     base["TABLE"] = state_table("squared" if complex_ else "absolute", exact)
     if alone:  # one chunk, and no states
-        base |= dict(ROWS=0, X_STATES=None, G_STATES=None, W_STATES=None)
-    tokens = dict(X=row, G=row, warps=max(1, chunk // 16))
+        base |= dict(ROWS=0, x_states_ptr=None, g_states_ptr=None, w_states_ptr=None)
+    tokens = dict(x_ptr=row, g_ptr=row, warps=max(1, chunk // 16))
     if not (complex_ or exact or alone):
-        names = ("STATES", "NEXT_STATES", "FROM", "X_STATES", "W_STATES", "G_STATES")
-        tokens |= {name: "*bf16" for name in names}
+        names = ("", "next_", "first_", "x_", "w_", "g_")
+        tokens |= {f"{name}states_ptr": "*bf16" for name in names}
     for through in () if alone else (False, True):
         more = dict(EVEN=through, THROUGH=through)
-        build(sums_kernel, base | more | (dict(X_SCALE=None) if through else {}), **tokens)
-    scan = dict(BLOCK_R=4 if complex_ else 2, AHEAD=2, EXACT=exact, THROUGH=not complex_)
+        build(sums_kernel, base | more | (dict(scale_ptr=None) if through else {}), **tokens)
+    scan = dict(BLOCK_R=4 if complex_ else 2, AHEAD=2, FP32_ROWS=exact, THROUGH=not complex_)
     for survey in () if alone else (False, True):
-        build(scan_kernel, base | scan | dict(SURVEY=survey), **tokens | dict(warps=1))
+        build(scan_kernel, base | scan | dict(ENDS_ONLY=survey), **tokens | dict(warps=1))
     if complex_ and not alone:
         build(link_kernel, dict(D=width, ROWS=rows, BLOCK_D=32), warps=1)
     for even in (False, True):
         more = base | dict(EVEN=even, ATOMIC=even)
-        more |= dict(FIRST=None, FINAL=None) if even else {}
+        more |= dict(key_scale_ptr=None, query_scale_ptr=None) if even else {}
         build(cross_kernel, more, **tokens)
-        scales = dict(TOTALS=None, D_SCALE=None)
-        final = dict(D_FINAL=None) if even else {}
-        none = dict(G=None, G_STATES=None, D_VALUES=None, D_FINAL=None, STRETCH=None)
+        scales = dict(totals_ptr=None, d_mid_scale_ptr=None)
+        final = dict(d_query_scale_ptr=None) if even else {}
+        none = dict(g_ptr=None, g_states_ptr=None, d_points_ptr=None, d_query_scale_ptr=None)
+        none |= dict(d_inv_bandwidth_ptr=None)
         build(apply_kernel, more | none | scales, **tokens)
-        build(apply_kernel, more | final | dict(OUT=None), **tokens)
-        build(apply_kernel, more | final | scales | dict(STRETCH=None), **tokens)
-        every = build(apply_kernel, more | final | dict(TOTALS=None), **tokens)
-        if width > 32:  # slope, dots, stretch and the factor's live through all blocks of columns
+        build(apply_kernel, more | final | dict(out_ptr=None), **tokens)
+        build(apply_kernel, more | final | scales | dict(d_inv_bandwidth_ptr=None), **tokens)
+        every = build(apply_kernel, more | final | dict(totals_ptr=None), **tokens)
+        if width != 32:  # slope, dots, stretch and the factor's live through all blocks of columns
             carried = every.asm["ttir"].split("scf.for")[1].split("->")[1].split("{")[0]
             assert carried.count("tensor<") == (3 if even else 4), carried
 
 
 # As they are launched: whole rows, two states, bounded registers.
 base = dict(COMPLEX=False, ROWS=2, BLOCK_D=64, D=64, SPAN=64, C=64)
-base |= dict(TABLE=state_table("absolute", False), EVEN=True, ATOMIC=True, FIRST=None, FINAL=None)
-rows = dict(X="*bf16", G="*bf16", X_STATES="*bf16", W_STATES="*bf16", G_STATES="*bf16")
-none = dict(G=None, G_STATES=None, D_VALUES=None, D_FINAL=None, TOTALS=None, D_SCALE=None)
-none |= dict(STRETCH=None)
+base |= dict(TABLE=state_table("absolute", False), EVEN=True, ATOMIC=True)
+base |= dict(key_scale_ptr=None, query_scale_ptr=None)
+rows = dict(x_ptr="*bf16", g_ptr="*bf16", x_states_ptr="*bf16", w_states_ptr="*bf16")
+rows |= dict(g_states_ptr="*bf16")
+none = dict(g_ptr=None, g_states_ptr=None, d_points_ptr=None, d_query_scale_ptr=None)
+none |= dict(totals_ptr=None, d_mid_scale_ptr=None, d_inv_bandwidth_ptr=None)
 build(apply_kernel, base | none, registers=REGISTERS["absolute"]["rows"], **rows)
-every = dict(ROWS=4, D_FINAL=None, TOTALS=None)
+every = dict(ROWS=4, d_query_scale_ptr=None, totals_ptr=None)
 build(apply_kernel, base | every, registers=REGISTERS["absolute"]["all"], **rows)
-build(apply_kernel, base | every | dict(STRETCH=None), **rows)
+build(apply_kernel, base | every | dict(d_inv_bandwidth_ptr=None), **rows)
 build(apply_kernel, base | every | dict(C=16, EVEN=False), warps=1, **rows)
-scan = dict(BLOCK_R=1, AHEAD=8, EXACT=False, THROUGH=True, ENDS=None, SURVEY=False)
-build(scan_kernel, base | scan, warps=1, STATES="*bf16", FROM="*bf16")
+scan = dict(BLOCK_R=1, AHEAD=8, FP32_ROWS=False, THROUGH=True, ends_ptr=None, ENDS_ONLY=False)
+build(scan_kernel, base | scan, warps=1, states_ptr="*bf16", first_states_ptr="*bf16")
 for table in (ABSOLUTE, GAUSSIAN[3]):
     build_chunks(table, "*bf16", 64)
     build_chunks(table, "*bf16", 16, alone=True)
-build_chunks(ABSOLUTE, "*fp16", 32, width=80)
+build_chunks(ABSOLUTE, "*fp16", 32, width=0)  # told when it is launched
 build_chunks(ABSOLUTE, "*fp32", 16, width=256)
 build_chunks(GAUSSIAN[4], "*fp32", 16)
 for table in (ABSOLUTE, GAUSSIAN[4]):
@@ -113,46 +115,48 @@ for table in (ABSOLUTE, GAUSSIAN[4]):
         for number in (complex(w).real, complex(w).imag, complex(p).real, complex(p).imag)
     )
     poles = dict(TABLE=numbers, POLES=len(table.poles), COMPLEX=table is not ABSOLUTE)
-    poles |= dict(BLOCK=256, EXACT=True)
-    build(column_kernel, poles | dict(LENGTHS=None, Y=None), warps=1)
-    build(column_kernel, poles | dict(X=None, P=None, SLOPE=None), warps=1)
-    build(column_kernel, poles | dict(X=None), warps=1)
-    for exponents, absent in ((FORWARD, dict(UPSTREAM=None, SCALE=None)), (BACKWARD, {})):
+    poles |= dict(BLOCK=256)
+    build(column_kernel, poles | dict(lengths_ptr=None, y_ptr=None), warps=1)
+    build(column_kernel, poles | dict(x_ptr=None, p_ptr=None, slope_ptr=None), warps=1)
+    build(column_kernel, poles | dict(x_ptr=None), warps=1)
+    for exponents, absent in ((FORWARD, dict(upstream_ptr=None, scale_ptr=None)), (BACKWARD, {})):
         steps = dict(EXPONENTS=exponents, STEPS=len(exponents))
-        build(settle_kernel, poles | steps | absent, warps=1)
-    build(norm_kernel, poles, warps=1)
-    build(norm_kernel, poles | dict(FACTOR=None), warps=1)
-    build(norm_grad_kernel, poles | dict(ATOMIC=False), warps=1)
-    build(norm_grad_kernel, poles | dict(ATOMIC=True, FACTOR=None, D_FACTOR=None), warps=1)
+        build(balance_kernel, poles | steps | absent, warps=1)
+    build(norm_costs_kernel, poles, warps=1)
+    build(norm_costs_kernel, poles | dict(in_scale_ptr=None), warps=1)
+    build(norm_costs_grad_kernel, poles | dict(ATOMIC=False), warps=1)
+    ones = dict(ATOMIC=True, in_scale_ptr=None, d_in_scale_ptr=None)
+    build(norm_costs_grad_kernel, poles | ones, warps=1)
 centre = dict(MASKED=True, D=64, BLOCK_N=64, BLOCK_D=64)
-half = dict(scale="fp32", MASK="*u8", X="*bf16", ROWS="*bf16", D_ROWS="*bf16", DX="*bf16")
+half = dict(scale="fp32", mask_ptr="*u8", x_ptr="*bf16", rows_ptr="*bf16")
+half |= dict(d_rows_ptr="*bf16", dx_ptr="*bf16")
 build(centre_kernel, centre, **half)
 build(centre_grad_kernel, centre, **half)
 rows = dict(D=64, BLOCK_N=512, BLOCK_D=64)
-build(gather_kernel, rows, warps=32, X="*bf16")
+build(gather_kernel, rows, warps=32, x_ptr="*bf16")
 for distance in (False, True):
-    build(pair_kernel, rows | dict(DISTANCE=distance), warps=32, X="*bf16", Y="*bf16")
-build(compose_kernel, dict(BLOCK=256), OUT="*i32")
+    build(pair_kernel, rows | dict(DISTANCE=distance), warps=32, x_ptr="*bf16", y_ptr="*bf16")
+build(compose_kernel, dict(BLOCK=256), out_ptr="*i32")
 for kind in ("*i16", "*i32"):
     pack = dict(MASKED=True, BLOCK_N=64, BLOCK_D=64)
-    build(pack_kernel, pack, X="*bf16", Y="*bf16", MASK="*u8", OUT=kind)
+    build(pack_kernel, pack, x_ptr="*bf16", y_ptr="*bf16", mask_ptr="*u8", out_ptr=kind)
 half = dict(HALF=tl.bfloat16, INFINITY=0x7F80, MASKED=True)
 for tokens in (100, 1000):
     sort = sort_config(tokens)
     warps = sort["num_warps"]
     sort = {key: value for key, value in sort.items() if key != "num_warps"}
-    build(rank_kernel, half | sort, warps, scale="fp32", BITS="*i16")
-    types = dict(share="fp32", BITS="*i16", OUT="*i32")
+    build(rank_kernel, half | sort, warps, scale="fp32", bits_ptr="*i16")
+    types = dict(weight="fp32", bits_ptr="*i16", out_ptr="*i32")
     match = build(match_kernel, dict(INFINITY=0x7F80) | sort, warps, **types)
     # Two names for one value before a loop, and it would carry one of them: the queries were lost.
     carried = match.asm["ttir"].split("scf.for")[1].split("->")[1].split("{")[0]
     assert carried.count("tensor<") == 2, carried
 sort = sort_config(1024)
-build(run_kernel, {k: v for k, v in sort.items() if k != "num_warps"}, sort["num_warps"])
-build(merge_kernel, dict(BLOCK=1024, DIMS=sort["DIMS"]), sort["num_warps"], OUT="*i32")
+build(sort_runs_kernel, {k: v for k, v in sort.items() if k != "num_warps"}, sort["num_warps"])
+build(merge_runs_kernel, dict(BLOCK=1024, DIMS=sort["DIMS"]), sort["num_warps"], out_ptr="*i32")
 build(unpack_kernel, half | dict(BLOCK=1024), scale="fp32")
-build(meet_kernel, dict(INFINITY=0x7F80, BLOCK=1024, DIMS=10), warps=1, OUT="*i32")
-build(unrank_kernel, dict(BLOCK_N=128, BLOCK_L=16), scale="fp32", DX="*bf16")
+build(match_runs_kernel, dict(INFINITY=0x7F80, BLOCK=1024, DIMS=10), warps=1, out_ptr="*i32")
+build(unrank_kernel, dict(BLOCK_N=128, BLOCK_L=16), scale="fp32", dx_ptr="*bf16")
 """
 
 

@@ -9,10 +9,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import espformer
-from espformer.ops.esp.triton import sorting
-from espformer.ops.esp.triton.gather import gather_distance, gather_dot, gather_sum
-from espformer.ops.esp.triton.matching import match
-from espformer.ops.esp.triton.ranking import match_halves, rank_halves
+from espformer.ops.esp.triton import sort
+from espformer.ops.esp.triton.hard_plan import gather_distance, gather_dot, gather_sum, match
+from espformer.ops.esp.triton.sort import match_halves, rank_halves
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter takes a second for a row of 1000 tokens.
@@ -51,7 +50,7 @@ def test_matches_of_several_blocks() -> None:
 def _in_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are sorted by one program each, or in runs of 32 tokens that are merged."""
     if request.param:
-        monkeypatch.setattr(sorting, "RUN", 32)
+        monkeypatch.setattr(sort, "RUN", 32)
 
 
 @pytest.mark.usefixtures("_in_runs")
@@ -60,27 +59,27 @@ def _in_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_ranks_are_those_of_a_stable_sort(tokens: int, dtype: torch.dtype, masked: bool) -> None:
     query, key, mask = sides(tokens, dtype, masked)
-    values, order = rank_halves(query, mask, 0.5)
+    points, order = rank_halves(query, mask, 0.5)
     expected = orders(query, mask)
     assert torch.equal(order.long(), expected)
-    sorted_values = query.mT.float().gather(-1, expected) * 0.5
+    sorted_points = query.mT.float().gather(-1, expected) * 0.5
     if mask is not None:  # padding repeats the last true number
         last = (mask.sum(-1) - 1).clamp(min=0).view(-1, 1, 1)
         positions = torch.arange(tokens, device=DEVICE).minimum(last)
-        sorted_values = sorted_values.gather(-1, positions.expand_as(sorted_values))
-    assert torch.equal(values, sorted_values)
-    matches, shares = match_halves(query, key, mask)
+        sorted_points = sorted_points.gather(-1, positions.expand_as(sorted_points))
+    assert torch.equal(points, sorted_points)
+    matches, weights = match_halves(query, key, mask)
     met = torch.empty_like(expected).scatter_(-1, expected, orders(key, mask))
     assert torch.equal(matches.long(), met)
-    torch.testing.assert_close(shares, torch.full_like(shares, 1 / 3))
+    torch.testing.assert_close(weights, torch.full_like(weights, 1 / 3))
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 8, 9, 16, 33, 70])
 def test_runs_are_merged(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """Runs that are full, one that is not, and one without a partner."""
-    monkeypatch.setattr(sorting, "RUN", 8)
+    monkeypatch.setattr(sort, "RUN", 8)
     words = torch.rand(3, tokens, device=DEVICE).argsort(-1).int() - tokens // 2
-    assert torch.equal(sorting.sort_rows(words.clone())[0], words.sort(-1).values)
+    assert torch.equal(sort.sort_rows(words.clone())[0], words.sort(-1).values)
 
 
 @pytest.mark.usefixtures("_in_runs")
@@ -92,12 +91,12 @@ def test_columns_that_are_not_finite(side: int, number: float, masked: bool) -> 
     *both, mask = sides(21, torch.float16, masked)
     x = both[side]
     x[0, 0, 1] = number
-    matches, shares = match_halves(*both, mask)
-    values, _ = rank_halves(x, mask, 1.0)
+    matches, weights = match_halves(*both, mask)
+    points, _ = rank_halves(x, mask, 1.0)
     hit = torch.zeros(2, 3, dtype=torch.bool, device=DEVICE)
     hit[0, 1] = True
-    assert torch.equal(shares.isnan(), hit)
-    assert torch.equal(values.isnan(), hit.unsqueeze(-1).expand_as(values))
+    assert torch.equal(weights.isnan(), hit)
+    assert torch.equal(points.isnan(), hit.unsqueeze(-1).expand_as(points))
     everyone = torch.arange(21, device=DEVICE, dtype=torch.int32).expand_as(matches)
     assert torch.equal(matches.sort(-1).values, everyone)
 

@@ -8,8 +8,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from espformer.ops.esp.triton import balance, column, launch, norms
-from espformer.ops.esp.triton.launch import Gradients, PlanKernels, segment_length
+from espformer.ops.esp.triton import costs, normalise, states
+from espformer.ops.esp.triton.plan import Plan
+from espformer.ops.esp.triton.soft_plan import PlanGradients, PlanKernels
+from espformer.ops.esp.triton.states import segment_length
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -18,10 +20,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter is slow: without a GPU, chunks of four ranks make several from few tokens."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(launch, "CHUNK", {2: 4, 4: 4})
-        monkeypatch.setattr(launch, "LEAST", 2)
-        monkeypatch.setattr(launch, "AHEAD", (2, 2))
-        monkeypatch.setattr(launch, "segment_length", lambda chunks, ahead, walks: ahead)
+        monkeypatch.setattr(states, "CHUNK", {2: 4, 4: 4})
+        monkeypatch.setattr(states, "LEAST", 2)
+        monkeypatch.setattr(states, "AHEAD", (2, 2))
+        monkeypatch.setattr(states, "segment_length", lambda chunks, ahead, scans: ahead)
 
 
 CASES = [
@@ -51,12 +53,12 @@ class Side:
         numbers = (torch.randn(batch, slices, ranks) * 4).round() / 4
         if ranks > 30:
             numbers[..., :24] = 0.25  # all ranks of two segments of eight, and more around them
-        self.values, self.order = numbers.to(DEVICE).sort(-1)
+        self.points, self.order = numbers.to(DEVICE).sort(-1)
         self.rows = torch.randn(batch, ranks, width, device=DEVICE)
         self.scale, self.factor = torch.rand(2, batch, slices, ranks, device=DEVICE).unbind()
         rate = 1 / t if metric == "absolute" else t**-0.5
         self.rates = rate * torch.linspace(1, 0.5, batch, device=DEVICE)  # every head has its own
-        gap = (self.values.unsqueeze(-1) - self.values.unsqueeze(-2)).double()
+        gap = (self.points.unsqueeze(-1) - self.points.unsqueeze(-2)).double()
         gap = gap * self.rates.view(-1, 1, 1, 1)
         if metric == "absolute":
             self.matrix = torch.exp(-gap.abs())
@@ -89,11 +91,11 @@ def close(got: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
 def test_plans(metric: str, batch: int, slices: int, ranks: int, width: int, t: float) -> None:
     keys, queries = (Side(metric, batch, slices, ranks, width, t) for _ in range(2))
     weight = torch.rand(batch, slices, device=DEVICE)
-    plans = PlanKernels(
-        torch.float32, metric, queries.values, keys.values, queries.order.int(), keys.order.int(),
-        keys.rates, queries.scale * keys.scale,
-        keys.factor, queries.factor,
+    plan = Plan(
+        queries.points, keys.points, queries.order.int(), keys.order.int(), keys.rates,
+        queries.scale * keys.scale, keys.factor, queries.factor, metric,
     )  # fmt: skip
+    plans = PlanKernels(plan, torch.float32)
     x, g = keys.ranked(), queries.ranked()
     y, z = keys.matrix @ x, queries.matrix @ g
     scale = (keys.scale * queries.scale).double().unsqueeze(-1)
@@ -114,7 +116,7 @@ def test_plans(metric: str, batch: int, slices: int, ranks: int, width: int, t: 
 
     dx, dg = torch.zeros_like(keys.rows), torch.zeros_like(queries.rows)
     ranked = torch.full((5, batch, slices, ranks), torch.nan, device=DEVICE).unbind()
-    found = Gradients(*torch.full((2, *weight.shape), torch.nan, device=DEVICE), *ranked)
+    found = PlanGradients(*torch.full((2, *weight.shape), torch.nan, device=DEVICE), *ranked)
     plans.grad(queries.rows, keys.rows, weight, dx, dg, found)
     each = weight.double().unsqueeze(-1)
     dots = (y * z).sum(-1) * each
@@ -122,11 +124,11 @@ def test_plans(metric: str, batch: int, slices: int, ranks: int, width: int, t: 
     close(dx, keys.to_tokens(kp, weight))
     close(dg, queries.to_tokens(kw, weight))
     close(found.weight, totals)
-    close(found.key_values, keys.slopes(x, p) * each)
-    close(found.query_values, queries.slopes(g, w) * each)
-    stretch = (keys.values * found.key_values + queries.values * found.query_values).sum(-1)
-    close(found.width, stretch.double() / keys.rates.double().view(-1, 1))
-    close(found.scale, dots)
+    close(found.key_points, keys.slopes(x, p) * each)
+    close(found.query_points, queries.slopes(g, w) * each)
+    stretch = (keys.points * found.key_points + queries.points * found.query_points).sum(-1)
+    close(found.inv_bandwidth, stretch.double() / keys.rates.double().view(-1, 1))
+    close(found.mid_scale, dots)
     close(ranked[3], (x * kp).sum(-1) * each / keys.factor)
     close(ranked[4], (g * kw).sum(-1) * each / queries.factor)
 
@@ -137,21 +139,21 @@ def test_slopes_of_columns(
     metric: str, batch: int, slices: int, ranks: int, width: int, t: float,
 ) -> None:  # fmt: skip
     """One number per rank, through several blocks, with ties within and across them."""
-    monkeypatch.setattr(column, "BLOCK", 4)
-    monkeypatch.setattr(column, "LEAST_BLOCK", 4)
+    monkeypatch.setattr(normalise, "BLOCK", 4)
+    monkeypatch.setattr(normalise, "LEAST_BLOCK", 4)
     side = Side(metric, batch, slices, ranks, width, t)
     x, p = torch.randn(2, batch, slices, ranks, device=DEVICE).unbind()
-    inverse_width = side.rates
-    slope = column.sorted_slope(p, x, side.values, inverse_width, metric, True)
+    inv_bandwidth = side.rates
+    slope = normalise.sorted_slope(p, x, side.points, inv_bandwidth, metric, True)
     close(slope, side.slopes(x.double().unsqueeze(-1), p.double().unsqueeze(-1)))
 
 
 def test_faint_forces() -> None:
     """Between numbers 20 widths apart: below the last digit of what stands at a rank, but right."""
-    values = 20 * torch.tensor([[[0.0, 1.0, 2.5, 2.5, 4.0]]], device=DEVICE)
+    points = 20 * torch.tensor([[[0.0, 1.0, 2.5, 2.5, 4.0]]], device=DEVICE)
     x, p = torch.rand(2, 1, 1, 5, device=DEVICE).unbind()
-    found = column.sorted_slope(p, x, values, torch.ones(1, device=DEVICE), "absolute", True)
-    gap = (values.unsqueeze(-1) - values.unsqueeze(-2)).double()
+    found = normalise.sorted_slope(p, x, points, torch.ones(1, device=DEVICE), "absolute", True)
+    gap = (points.unsqueeze(-1) - points.unsqueeze(-2)).double()
     slope = -gap.sign() * torch.exp(-gap.abs())
     each = p.double() * (slope @ x.double().unsqueeze(-1)).squeeze(-1)
     each = each + x.double() * (slope @ p.double().unsqueeze(-1)).squeeze(-1)
@@ -168,18 +170,18 @@ def test_norm_costs(
     monkeypatch: pytest.MonkeyPatch, metric: str, t: float, deterministic: bool, balanced: bool
 ) -> None:
     """Squared norms through several blocks, with ties, and the gradient of everything."""
-    monkeypatch.setattr(column, "BLOCK", 4)
-    monkeypatch.setattr(column, "LEAST_BLOCK", 4)
+    monkeypatch.setattr(normalise, "BLOCK", 4)
+    monkeypatch.setattr(normalise, "LEAST_BLOCK", 4)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     batch, slices, ranks = 2, 3, 11
     side = Side(metric, batch, slices, ranks, 1, t)
     square, given = torch.rand(batch, ranks), torch.rand(batch, slices, ranks)
     factor = torch.rand(batch, slices, ranks) + 0.5
     square, given, factor = (x.to(DEVICE).requires_grad_() for x in (square, given, factor))
-    values = side.values.requires_grad_()
-    inverse_width = side.rates
-    out = norms.norm_costs(
-        square, side.order.int(), given, factor if balanced else None, values, inverse_width,
+    points = side.points.requires_grad_()
+    inv_bandwidth = side.rates
+    out = costs.norm_costs(
+        square, side.order.int(), given, factor if balanced else None, points, inv_bandwidth,
         metric, True,
     )  # fmt: skip
     gathered = square.double().unsqueeze(1).expand(-1, slices, -1).gather(-1, side.order.long())
@@ -189,7 +191,7 @@ def test_norm_costs(
     close(out.detach(), expected.detach())
     leaves = [square, given, factor] if balanced else [square, given]
     upstream = torch.randn_like(out)
-    *found, slope = torch.autograd.grad(out, [*leaves, values], upstream)
+    *found, slope = torch.autograd.grad(out, [*leaves, points], upstream)
     for a, b in zip(found, torch.autograd.grad(expected, leaves, upstream.double()), strict=True):
         close(a, b.double())
     p = upstream.double().unsqueeze(-1) * given.detach().double()
@@ -200,26 +202,26 @@ def test_norm_costs(
 @pytest.mark.parametrize(("metric", "t"), [("absolute", 0.3), ("squared", 0.1)])
 def test_row_scales(monkeypatch: pytest.MonkeyPatch, metric: str, t: float, padded: bool) -> None:
     """What makes a soft sort row-stochastic, and its gradient; padding neither gives nor takes."""
-    monkeypatch.setattr(column, "BLOCK", 4)
-    monkeypatch.setattr(column, "LEAST_BLOCK", 4)
+    monkeypatch.setattr(normalise, "BLOCK", 4)
+    monkeypatch.setattr(normalise, "LEAST_BLOCK", 4)
     side = Side(metric, 2, 2, 7, 1, t)
     lengths = torch.tensor([5, 7] if padded else [7, 7], dtype=torch.int32, device=DEVICE)
     present = (torch.arange(7, device=DEVICE) < lengths.view(2, 1, 1)).double().unsqueeze(-1)
-    inverse_width = side.rates
-    values = side.values.requires_grad_()
+    inv_bandwidth = side.rates
+    points = side.points.requires_grad_()
     given = lengths if padded else None
-    scales = column.row_scales(values, given, inverse_width, metric, True)
+    scales = normalise.row_scales(points, given, inv_bandwidth, metric, True)
     expected = present / (side.matrix @ present)
     close(scales.detach(), expected.squeeze(-1))
     upstream = torch.randn_like(scales)
-    (found,) = torch.autograd.grad(scales, values, upstream)
+    (found,) = torch.autograd.grad(scales, points, upstream)
     close(found, side.slopes(present, -upstream.double().unsqueeze(-1) * expected**2))
 
 
 def test_long_walks_keep_their_digits() -> None:
     """Every step turns by a small angle, and errors of as many as a thousand add up."""
     side = Side("squared", 1, 1, 1500, 1, 1.0)
-    scales = column.row_scales(side.values, None, side.rates, "squared", True)
+    scales = normalise.row_scales(side.points, None, side.rates, "squared", True)
     expected = 1 / side.matrix.sum(-1)
     torch.testing.assert_close(scales.double(), expected, rtol=8e-6, atol=0)
 
@@ -230,24 +232,24 @@ def test_balanced_scales(
     monkeypatch: pytest.MonkeyPatch, metric: str, t: float, padded: bool
 ) -> None:
     """The fixed point, and its gradient by a dense solution."""
-    monkeypatch.setattr(column, "BLOCK", 4)
-    monkeypatch.setattr(column, "LEAST_BLOCK", 4)
+    monkeypatch.setattr(normalise, "BLOCK", 4)
+    monkeypatch.setattr(normalise, "LEAST_BLOCK", 4)
     side = Side(metric, 2, 2, 7, 1, t)
     lengths = torch.tensor([5, 7] if padded else [7, 7], dtype=torch.int32, device=DEVICE)
     present = (torch.arange(7, device=DEVICE) < lengths.view(2, 1, 1)).double().unsqueeze(-1)
     x = present
     for _ in range(60):
         x = present * x / (x * (side.matrix @ x)).where(present > 0, 1).sqrt()
-    width, values = side.rates.requires_grad_(), side.values.requires_grad_()
-    scales = balance.balanced_scales(values, lengths if padded else None, width, metric, True)
+    width, points = side.rates.requires_grad_(), side.points.requires_grad_()
+    scales = normalise.balanced_scales(points, lengths if padded else None, width, metric, True)
     close(scales.detach(), x.squeeze(-1), 2e-6)
     upstream = torch.randn_like(scales)
-    found, d_width = torch.autograd.grad(scales, (values, width), upstream)
+    found, d_inv_bandwidth = torch.autograd.grad(scales, (points, width), upstream)
     system = torch.eye(7, device=DEVICE) + x * side.matrix * x.mT
     v = torch.linalg.solve(system, x * upstream.double().unsqueeze(-1))
     slope = side.slopes(x, -x * v)
     close(found, slope)
-    close(d_width, (slope * values.detach()).sum((1, 2)) / side.rates.detach())
+    close(d_inv_bandwidth, (slope * points.detach()).sum((1, 2)) / side.rates.detach())
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
@@ -259,7 +261,7 @@ def test_centred_rows(masked: bool) -> None:
     if mask is not None:
         exact = exact * mask.unsqueeze(-1)
     expected = (exact, exact.square().sum(-1))
-    found = norms.centre_rows(x, centre, mask, 0.5)
+    found = costs.centre_rows(x, centre, mask, 0.5)
     for a, b in zip(found, expected, strict=True):
         close(a.detach(), b.detach())
     upstream = [torch.randn_like(a) for a in found]
@@ -270,12 +272,12 @@ def test_centred_rows(masked: bool) -> None:
 
 def test_walks_are_cut_where_that_is_shorter() -> None:
     """In steps of the longest chain of loads, and into no more programs than run at once."""
-    for chunks, ahead, walks in itertools.product((1, 16, 65, 256, 2048, 16384), (4, 8), (2, 512)):
-        length = segment_length(chunks, ahead, walks)
+    for chunks, ahead, scans in itertools.product((1, 16, 65, 256, 2048, 16384), (4, 8), (2, 512)):
+        length = segment_length(chunks, ahead, scans)
         steps, own = -(-chunks // ahead), -(-length // ahead)
         segments = -(-chunks // length)
         assert length % ahead == 0
         assert segments == 1 or 2 * own + segments < steps
-        assert walks * segments <= max(walks, launch.SCANNING)
+        assert scans * segments <= max(scans, states.SCANNING)
     assert segment_length(16384, 8, 4) == 256
     assert segment_length(16384, 8, 4096) >= 16384

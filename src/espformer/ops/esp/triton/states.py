@@ -1,213 +1,306 @@
 """States: what far-away ranks contribute to a chunk, for one kernel or for two in a row.
 
-`sums` sums every chunk by itself, measured at its far end; `scan` hands the sums on from chunk to
-chunk, in place.
+The torch twin is :class:`espformer.ops.esp.sorted_kernel.Waves`. `sums` sums every chunk by itself,
+measured at its far end; `scan` hands the sums on from chunk to chunk, in place.
 
 **Through one kernel into the next.** The operand of the second kernel of a plan is
-``W = scale · κx``, and its sums are wanted before anybody has made W. Within a chunk they are
+``W = mid_scale · κx``, and its sums are wanted before anybody has made W. Within a chunk they are
 
-    Σ_n in_n W_n = Σ_j [Σ_n κ_nj scale_n in_n] x_j + [Σ_n in_n scale_n out_n] · (states of x),
+    Σ_n in_n W_n = Σ_j [Σ_n κ_nj mid_scale_n in_n] x_j
+                   + [Σ_n in_n mid_scale_n out_n] · (states of x),
 
-with `in` the wave into a state of the second kernel and `out` the wave out of a state of the first:
-a few more rows for the matrix that sums x anyway, and a small matrix LINKS per chunk. So a program
-reads its rows once, for both kernels, and W never exists outside of a chunk.
+with `in` the coefficient into a state of the second kernel and `out` the one out of a state of the
+first: a few more rows for the matrix that sums x anyway, and a small matrix of links per chunk. So
+a program reads its rows once, for both kernels, and W never exists outside of a chunk.
 """
 
 from __future__ import annotations
 
+import cmath
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from espformer.ops.esp.triton.chunks import (
+from espformer.ops.common.sizes import ceil_div, power_of_2, width_arguments
+from espformer.ops.esp.triton.plan import Plan
+from espformer.ops.esp.triton.primitives import (
     COUNTS,
+    INTERPRETED,
+    LOG2E,
     STATE_ROWS,
-    entry,
+    chunk_kernel,
+    exp2,
+    exponential_table,
+    load_points,
     load_ranks,
+    load_rows,
+    load_side,
     load_states,
-    near,
-    number,
-    place,
-    positions,
+    point_at,
     product,
-    side,
-    waves,
+    program_chunk,
+    rotation,
+    state_coefficients,
+    table_entry,
+    to_wide_range,
 )
-from espformer.ops.esp.triton.instructions import LOG2E, exp2, roomy, rotation
-from espformer.ops.esp.triton.rows import load_rows
+
+# Ranks of a chunk for 16-bit and for 32-bit rows (those are split in three: registers are short).
+CHUNK = {2: 64, 4: 16}
+LEAST = 16  # the fewest that tensor cores take
+# Chunks whose states are loaded together when they are scanned: real ones, complex ones.
+AHEAD = 8, 4
+# Programs that scan at the same time, if sequences are long enough: each is to load so many times.
+SCANNING = 2048
+LEAST_LOADS = 8
+# For 16-bit rows: warps that sum a chunk (other programs have one for 16 ranks), and registers of a
+# thread. "rows" is a plan applied, "grad" has the slope and either rows or scales, "all" has all
+# three, or `query_scale`. More registers, and fewer programs fit on a multiprocessor.
+SUMMING_WARPS = {"absolute": 1, "squared": 2}
+REGISTERS = {
+    "absolute": {"sums": 128, "rows": 96, "cross": 128, "grad": 128, "all": 168},
+    "squared": {"sums": 160, "rows": 128, "cross": 128, "grad": 128, "all": 168},
+}
 
 
 @triton.jit
-def store_states(
-    STATES, chunk, states, d, D: tl.constexpr, ROWS: tl.constexpr, AFTER: tl.constexpr = 0
-):
+def store_states(states_ptr, chunk, states, d, D, ROWS: tl.constexpr, AFTER: tl.constexpr = 0):
     """Some rows of a matrix of sums as the states of a chunk."""
     r = tl.arange(0, STATE_ROWS)[:, None] - AFTER
     at = (chunk * ROWS + r) * D + d[None, :]
-    tl.store(STATES + at, states, mask=(r >= 0) & (r < ROWS) & (d[None, :] < D))
+    tl.store(states_ptr + at, states, mask=(r >= 0) & (r < ROWS) & (d[None, :] < D))
+
+
+@triton.jit
+def store_sums(
+    states_ptr, next_states_ptr, chunk, x, into, through, d, WIDTH, COMPLEX: tl.constexpr,
+    ROWS: tl.constexpr, THROUGH: tl.constexpr, TOGETHER: tl.constexpr, AFTER: tl.constexpr,
+):  # fmt: skip
+    """The sums of a block of columns of x, for one kernel or for two (:func:`sums_kernel`)."""
+    if THROUGH:
+        x = to_wide_range(x)
+    sums = product(into, x, COMPLEX)
+    store_states(states_ptr, chunk, sums, d, WIDTH, ROWS)
+    if THROUGH:
+        if not TOGETHER:
+            sums = product(through, x, COMPLEX)
+        store_states(next_states_ptr, chunk, sums, d, WIDTH, ROWS, AFTER)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def sums_kernel(
-    X, ORDER, X_SCALE, S, NEXT_S, SCALE, TABLE: tl.constexpr, INVERSE_WIDTH,
-    STATES, NEXT_STATES, LINKS, N, TOKENS, HEADS, L, CHUNKS, START, COUNT, D: tl.constexpr,
-    COMPLEX: tl.constexpr, ROWS: tl.constexpr, THROUGH: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_D: tl.constexpr, SPAN: tl.constexpr, C: tl.constexpr,
+    x_ptr,  # (B, TOKENS, WIDTH)
+    order_ptr,  # (B, L, N) int32: the token of each rank
+    scale_ptr,  # (B, L, N) float32, or None: ones
+    points_ptr,  # (B, L, N) float32, of the kernel that sums x
+    next_points_ptr,  # (B, L, N) float32, of the one after it
+    mid_scale_ptr,  # (B, L, N) float32
+    TABLE: tl.constexpr,
+    inv_bandwidth_ptr,  # (B,) float32
+    states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH)
+    next_states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH), if THROUGH
+    links_ptr,  # (B, L, CHUNKS, ROWS, ROWS) float32, if THROUGH
+    N, TOKENS, HEADS, L, CHUNKS, START, COUNT, D8, D: tl.constexpr, COMPLEX: tl.constexpr,
+    ROWS: tl.constexpr, THROUGH: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPAN: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Every chunk's own sums of rows x, measured at its last number (left) and its first (right).
+    """Every chunk's own sums of rows x, measured at its last point (left) and its first (right).
 
-    THROUGH: also the sums of ``scale · κx`` for the kernel of the numbers NEXT_S, but
-    for what the states of x add to them, which is done with LINKS once these are known.
+    THROUGH: also the sums of ``mid_scale · κx`` for the kernel of the next points, but for what the
+    states of x add to them, which is done with the links once these are known.
     """
-    pair, head, chunk = place(HEADS, L, START, COUNT)
+    WIDTH = D if D > 0 else D8 * 8
+    pair, head, chunk = program_chunk(HEADS, L, START, COUNT)
     begin = chunk * SPAN
     n = begin + tl.arange(0, C)
     ranks = pair * N
-    X += head * TOKENS * D
-    if X_SCALE is not None:
-        X_SCALE += ranks
-    inverse_width = tl.load(INVERSE_WIDTH + head)
-    exact: tl.constexpr = X.dtype.element_ty == tl.float32
-    tokens, s, first, last = side(S + ranks, ORDER + ranks, begin, N, C, EVEN)
-    wave = tl.trans(waves(TABLE, s, first, last, inverse_width, "in", COMPLEX, ROWS, exact))
+    x_ptr += head * TOKENS * WIDTH
+    if scale_ptr is not None:
+        scale_ptr += ranks
+    inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
+    fp32_rows: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    tokens, points, first, last = load_side(
+        points_ptr + ranks, order_ptr + ranks, begin, N, C, EVEN
+    )
+    into = state_coefficients(
+        TABLE, points, first, last, inv_bandwidth, "in", COMPLEX, ROWS, fp32_rows
+    )
+    into = tl.trans(into)
     together: tl.constexpr = THROUGH and 2 * ROWS <= STATE_ROWS
+    after: tl.constexpr = ROWS if together else 0
     if THROUGH:
-        after: tl.constexpr = ROWS if together else 0
-        scale = load_ranks(SCALE + ranks, n, N, EVEN)
-        t, t_first, t_last = positions(NEXT_S + ranks, begin, N, C, EVEN)
-        onward = scale[:, None] * waves(
-            TABLE, t, t_first, t_last, inverse_width, "in", COMPLEX, ROWS, exact, after
-        )
-        x = load_rows(X, X_SCALE, tokens, n, N, tl.arange(0, BLOCK_D), D, EVEN)
-        k, _ = near(s, first, last, None, inverse_width, COMPLEX, exact)
+        mid_scale = load_ranks(mid_scale_ptr + ranks, n, N, EVEN)
+        next_points, next_first, next_last = load_points(next_points_ptr + ranks, begin, N, C, EVEN)
+        through = mid_scale[:, None] * state_coefficients(
+            TABLE, next_points, next_first, next_last, inv_bandwidth, "in", COMPLEX, ROWS,
+            fp32_rows, after,
+        )  # fmt: skip
+        x = load_rows(x_ptr, scale_ptr, tokens, n, N, tl.arange(0, BLOCK_D), WIDTH, EVEN)
+        kappa, _ = chunk_kernel(points, first, last, None, inv_bandwidth, COMPLEX, fp32_rows)
         r = tl.arange(0, STATE_ROWS) - after
         kept = (r >= 0) & (r < ROWS)
-        LINKS += (pair * CHUNKS + chunk) * ROWS * ROWS
+        links_ptr += (pair * CHUNKS + chunk) * ROWS * ROWS
         if COMPLEX:
-            leave = waves(TABLE, s, first, last, inverse_width, "out", COMPLEX, ROWS, exact)
-            link = tl.dot(tl.trans(onward), leave, input_precision="tf32x3")
+            read = state_coefficients(
+                TABLE, points, first, last, inv_bandwidth, "out", COMPLEX, ROWS, fp32_rows
+            )
+            link = tl.dot(tl.trans(through), read, input_precision="tf32x3")
             column = tl.arange(0, STATE_ROWS)[None, :]
-            to = LINKS + r[:, None] * ROWS + column
+            to = links_ptr + r[:, None] * ROWS + column
             tl.store(to, link, mask=kept[:, None] & (column < ROWS))
-        # 16 bits are enough for κ, as they are for W: all rows of the waves see the same error.
-        onward = product(tl.trans(onward), k.to(roomy(x).dtype), COMPLEX)
+        # 16 bits are enough for κ, as they are for W: all coefficients see the same error.
+        through = product(tl.trans(through), kappa.to(to_wide_range(x).dtype), COMPLEX)
         if not COMPLEX:  # a state of a real pole is like a row at the first or the last rank
             i = tl.arange(0, C)[None, :]
-            to = LINKS + r[:, None] * ROWS + tl.where(i == 0, 0, 1)
-            tl.store(to, onward, mask=kept[:, None] & ((i == 0) | (i == C - 1)))
+            to = links_ptr + r[:, None] * ROWS + tl.where(i == 0, 0, 1)
+            tl.store(to, through, mask=kept[:, None] & ((i == 0) | (i == C - 1)))
         if together:
-            wave += onward
-    for start in tl.static_range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
-        if start > 0 or not THROUGH:
-            x = load_rows(X, X_SCALE, tokens, n, N, d, D, EVEN)
-        if THROUGH:
-            x = roomy(x)
-        sums = product(wave, x, COMPLEX)
-        store_states(STATES + pair * CHUNKS * ROWS * D, chunk, sums, d, D, ROWS)
-        if THROUGH:
-            if not together:
-                sums = product(onward, x, COMPLEX)
-            store_states(NEXT_STATES + pair * CHUNKS * ROWS * D, chunk, sums, d, D, ROWS, after)
+            into += through
+    states_ptr += pair * CHUNKS * ROWS * WIDTH
+    if THROUGH:
+        next_states_ptr += pair * CHUNKS * ROWS * WIDTH
+    else:
+        through = into
+        x = load_rows(x_ptr, scale_ptr, tokens, n, N, tl.arange(0, BLOCK_D), WIDTH, EVEN)
+    store_sums(
+        states_ptr, next_states_ptr, chunk, x, into, through, tl.arange(0, BLOCK_D), WIDTH, COMPLEX,
+        ROWS, THROUGH, together, after,
+    )  # fmt: skip
+    if D > 0:
+        for start in tl.static_range(BLOCK_D, D, BLOCK_D):
+            d = start + tl.arange(0, BLOCK_D)
+            x = load_rows(x_ptr, scale_ptr, tokens, n, N, d, WIDTH, EVEN)
+            store_sums(
+                states_ptr, next_states_ptr, chunk, x, into, through, d, WIDTH, COMPLEX, ROWS,
+                THROUGH, together, after,
+            )  # fmt: skip
+    else:
+        for start in tl.range(BLOCK_D, WIDTH, BLOCK_D, num_stages=1):
+            d = start + tl.arange(0, BLOCK_D)
+            x = load_rows(x_ptr, scale_ptr, tokens, n, N, d, WIDTH, EVEN)
+            store_sums(
+                states_ptr, next_states_ptr, chunk, x, into, through, d, WIDTH, COMPLEX, ROWS,
+                THROUGH, together, after,
+            )  # fmt: skip
 
 
 @triton.jit
-def turn(TABLE: tl.constexpr, x, r, ROWS: tl.constexpr, EXACT: tl.constexpr):
+def complex_decay(TABLE: tl.constexpr, x, r, ROWS: tl.constexpr, FP32_ROWS: tl.constexpr):
     """``exp(-p x)`` of the pole of state row r, real and imaginary part."""
     x = tl.minimum(x, 40.0)
-    size = exp2(entry(TABLE, 0, r, ROWS) * (x * -LOG2E))
-    re, im = rotation(entry(TABLE, 1, r, ROWS) * x, EXACT)
+    size = exp2(table_entry(TABLE, 0, r, ROWS) * (x * -LOG2E))
+    re, im = rotation(table_entry(TABLE, 1, r, ROWS) * x, FP32_ROWS)
     return size * re, size * im
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def link_kernel(
-    STATES, NEXT_STATES, LINKS, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Adds to every chunk's sums what states of the kernel before contribute through LINKS."""
+    states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH)
+    next_states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH)
+    links_ptr,  # (B, L, CHUNKS, ROWS, ROWS) float32
+    D8, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Adds to every chunk's sums what states of the kernel before contribute through the links."""
+    WIDTH = D if D > 0 else D8 * 8
     chunk = tl.program_id(0).to(tl.int64)
     r = tl.arange(0, STATE_ROWS)
     inside = (r[:, None] < ROWS) & (r[None, :] < ROWS)
-    links = LINKS + (chunk * ROWS + r[:, None]) * ROWS + r[None, :]
+    links = links_ptr + (chunk * ROWS + r[:, None]) * ROWS + r[None, :]
     link = tl.load(links, mask=inside, other=0.0)
-    for start in tl.static_range(0, D, BLOCK_D):
+    for start in tl.range(0, WIDTH, BLOCK_D, num_stages=1):
         d = start + tl.arange(0, BLOCK_D)
-        states = load_states(STATES, chunk, d, D, ROWS)
-        own = load_states(NEXT_STATES, chunk, d, D, ROWS)
+        states = load_states(states_ptr, chunk, d, WIDTH, ROWS)
+        own = load_states(next_states_ptr, chunk, d, WIDTH, ROWS)
         own = tl.dot(link, states, own, input_precision="tf32x3")
-        store_states(NEXT_STATES, chunk, own, d, D, ROWS)
+        store_states(next_states_ptr, chunk, own, d, WIDTH, ROWS)
 
 
 @triton.jit
-def fade(x, k, ROWS: tl.constexpr):
+def real_decay(x, k, ROWS: tl.constexpr):
     """What is left of a real state (k = 0) or of its ties (k = 1) after a distance x."""
     left = exp2(x * -LOG2E)
-    if ROWS > 2:  # a tie goes on as long as the number stays the same
+    if ROWS > 2:  # a tie goes on as long as the point stays the same
         left = tl.where(k == 0, left, tl.where(x == 0, 1.0, 0.0))[:, None]
     return left
 
 
 @triton.jit
-def entrance(S, i, rightwards, N, CHUNKS, C: tl.constexpr):
-    """The number at the near end of the i-th chunk of a walk."""
-    return number(S, tl.where(rightwards, i * C, (CHUNKS - i) * C - 1), N)
+def carry_in_point(points_ptr, i, rightwards, N, CHUNKS, C: tl.constexpr):
+    """The point at the near end of the i-th chunk of a scan, where states enter it."""
+    return point_at(points_ptr, tl.where(rightwards, i * C, (CHUNKS - i) * C - 1), N)
 
 
-@triton.jit(do_not_specialize=("L", "CHUNKS", "SEGMENTS", "LENGTH"))
+@triton.jit(do_not_specialize=("L", "CHUNKS", "SEGMENTS", "LENGTH", "D8"))
 def scan_kernel(
-    S, TABLE: tl.constexpr, INVERSE_WIDTH, STATES, FROM, LINKS, ENDS, N, L, CHUNKS, SEGMENTS,
-    LENGTH, D: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr, THROUGH: tl.constexpr,
-    SURVEY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
-    AHEAD: tl.constexpr, EXACT: tl.constexpr,
+    points_ptr,  # (B, L, N) float32
+    TABLE: tl.constexpr,
+    inv_bandwidth_ptr,  # (B,) float32
+    states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH)
+    first_states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH), of the kernel before, if THROUGH
+    links_ptr,  # (B, L, CHUNKS, ROWS, ROWS) float32, if THROUGH
+    ends_ptr,  # (B, L, 2, SEGMENTS, ROWS // 2, WIDTH) float32, or None
+    N, L, CHUNKS, SEGMENTS, LENGTH, D8, D: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr,
+    THROUGH: tl.constexpr, ENDS_ONLY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    C: tl.constexpr, AHEAD: tl.constexpr, FP32_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Replaces the chunks' own sums by the states that enter them, in place.
 
-    A tile is (states of one side, columns): poles, or the state and its ties. AHEAD chunks are
+    A tile is (states of one direction, columns): poles, or the state and its ties. AHEAD chunks are
     loaded before the first of them is overwritten, so that loads overlap. THROUGH: what
     `link_kernel` does for complex poles is done here for a real one, which has two states.
 
-    Where sequences are long and few, ENDS has room for what leaves each segment of LENGTH chunks.
-    A launch with SURVEY walks every segment from nothing and writes that; how much of it is left
-    where another segment begins follows from the numbers, so all segments are walked at once.
+    Where sequences are long and few, `ends` has room for what leaves each segment of LENGTH chunks.
+    A launch with ENDS_ONLY scans every segment from nothing and writes that; how much of it is left
+    where another segment begins follows from the points, so all segments are scanned at once.
     """
+    WIDTH = D if D > 0 else D8 * 8
     pair = (tl.program_id(0) // SEGMENTS).to(tl.int64)
     segment = tl.program_id(0) % SEGMENTS
     rightwards = tl.program_id(1) == 0
-    S += pair * N
-    STATES += pair * CHUNKS * ROWS * D
+    points_ptr += pair * N
+    states_ptr += pair * CHUNKS * ROWS * WIDTH
     if THROUGH:
-        FROM += pair * CHUNKS * ROWS * D
-        LINKS += pair * CHUNKS * ROWS * ROWS
-    inverse_width = tl.load(INVERSE_WIDTH + pair // L)
+        first_states_ptr += pair * CHUNKS * ROWS * WIDTH
+        links_ptr += pair * CHUNKS * ROWS * ROWS
+    inv_bandwidth = tl.load(inv_bandwidth_ptr + pair // L)
     d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     k = tl.arange(0, BLOCK_R)
     if COMPLEX:
         row = 2 * k + tl.where(rightwards, 0, ROWS // 2)
-        inside = (k[:, None] < ROWS // 4) & (d[None, :] < D)
-        end_at = (2 * k)[:, None] * D + d[None, :]
+        inside = (k[:, None] < ROWS // 4) & (d[None, :] < WIDTH)
+        end_at = (2 * k)[:, None] * WIDTH + d[None, :]
     else:
         row = 2 * k + tl.where(rightwards, 0, 1)
-        inside = (k[:, None] < ROWS // 2) & (d[None, :] < D)
-        end_at = k[:, None] * D + d[None, :]
+        inside = (k[:, None] < ROWS // 2) & (d[None, :] < WIDTH)
+        end_at = k[:, None] * WIDTH + d[None, :]
     state = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     state_im = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     begin = segment * LENGTH
     end = tl.minimum(begin + LENGTH, CHUNKS)
-    if ENDS is not None:
-        ENDS += (pair * 2 + tl.program_id(1)) * SEGMENTS * (ROWS // 2) * D
-        if not SURVEY:
-            start = entrance(S, begin, rightwards, N, CHUNKS, C)
-            for before in range(0, segment):
-                left_at = entrance(S, (before + 1) * LENGTH, rightwards, N, CHUNKS, C)
-                x = tl.abs(start - left_at) * inverse_width
-                leaving = ENDS + before * (ROWS // 2) * D + end_at
+    if ends_ptr is not None:
+        ends_ptr += (pair * 2 + tl.program_id(1)) * SEGMENTS * (ROWS // 2) * WIDTH
+        if not ENDS_ONLY:
+            start = carry_in_point(points_ptr, begin, rightwards, N, CHUNKS, C)
+            for earlier in range(0, segment):
+                left_at = carry_in_point(
+                    points_ptr, (earlier + 1) * LENGTH, rightwards, N, CHUNKS, C
+                )
+                x = tl.abs(start - left_at) * inv_bandwidth
+                leaving = ends_ptr + earlier * (ROWS // 2) * WIDTH + end_at
                 end_re = tl.load(leaving, mask=inside, other=0.0)
                 if COMPLEX:
-                    end_im = tl.load(leaving + D, mask=inside, other=0.0)
-                    turn_re, turn_im = turn(TABLE, x, row[:, None], ROWS, EXACT)
-                    state += turn_re * end_re - turn_im * end_im
-                    state_im += turn_re * end_im + turn_im * end_re
+                    end_im = tl.load(leaving + WIDTH, mask=inside, other=0.0)
+                    decay_re, decay_im = complex_decay(TABLE, x, row[:, None], ROWS, FP32_ROWS)
+                    state += decay_re * end_re - decay_im * end_im
+                    state_im += decay_re * end_im + decay_im * end_re
                 else:
-                    state += fade(x, k, ROWS) * end_re
+                    state += real_decay(x, k, ROWS) * end_re
     for i in range(begin, end, AHEAD):
         # All loads come before the first store: none could move across it.
         owns = ()
@@ -215,45 +308,263 @@ def scan_kernel(
         for u in tl.static_range(AHEAD):
             here = i + u < CHUNKS
             chunk = tl.where(rightwards, i + u, CHUNKS - 1 - i - u)
-            at = (chunk * ROWS + row)[:, None] * D + d[None, :]
-            own = tl.load(STATES + at, mask=inside & here, other=0.0).to(tl.float32)
+            at = (chunk * ROWS + row)[:, None] * WIDTH + d[None, :]
+            own = tl.load(states_ptr + at, mask=inside & here, other=0.0).to(tl.float32)
             if COMPLEX:
-                owns = owns + (own, tl.load(STATES + at + D, mask=inside & here, other=0.0))
+                owns = owns + (own, tl.load(states_ptr + at + WIDTH, mask=inside & here, other=0.0))
             else:
                 if THROUGH:
-                    states = FROM + chunk * ROWS * D + d
-                    left = tl.load(states, mask=(d < D) & here, other=0.0).to(tl.float32)
-                    right = tl.load(states + D, mask=(d < D) & here, other=0.0).to(tl.float32)
-                    links = LINKS + (chunk * ROWS + row) * ROWS
+                    states = first_states_ptr + chunk * ROWS * WIDTH + d
+                    left = tl.load(states, mask=(d < WIDTH) & here, other=0.0).to(tl.float32)
+                    right = tl.load(states + WIDTH, mask=(d < WIDTH) & here, other=0.0).to(
+                        tl.float32
+                    )
+                    links = links_ptr + (chunk * ROWS + row) * ROWS
                     own += tl.load(links, mask=here, other=0.0)[:, None] * left[None, :]
                     own += tl.load(links + 1, mask=here, other=0.0)[:, None] * right[None, :]
                 owns = owns + (own,)
             # From where the state and the chunk's sums are measured to the next chunk's near end.
-            near_end = number(S, chunk * C + tl.where(rightwards, 0, C - 1), N)
-            far_end = number(S, chunk * C + tl.where(rightwards, C - 1, 0), N)
-            beyond = number(S, chunk * C + tl.where(rightwards, C, -1), N)
+            near_end = point_at(points_ptr, chunk * C + tl.where(rightwards, 0, C - 1), N)
+            far_end = point_at(points_ptr, chunk * C + tl.where(rightwards, C - 1, 0), N)
+            beyond = point_at(points_ptr, chunk * C + tl.where(rightwards, C, -1), N)
             across, step = tl.abs(beyond - near_end), tl.abs(beyond - far_end)
-            gaps = gaps + (across * inverse_width, step * inverse_width)
+            gaps = gaps + (across * inv_bandwidth, step * inv_bandwidth)
         for u in tl.static_range(AHEAD):
             chunk = tl.where(rightwards, i + u, CHUNKS - 1 - i - u)
-            at = (chunk * ROWS + row)[:, None] * D + d[None, :]
+            at = (chunk * ROWS + row)[:, None] * WIDTH + d[None, :]
             mask = inside & (i + u < CHUNKS)
             across, step = gaps[2 * u], gaps[2 * u + 1]
-            if not SURVEY:
-                tl.store(STATES + at, state, mask=mask)
+            if not ENDS_ONLY:
+                tl.store(states_ptr + at, state, mask=mask)
             if COMPLEX:
-                if not SURVEY:
-                    tl.store(STATES + at + D, state_im, mask=mask)
+                if not ENDS_ONLY:
+                    tl.store(states_ptr + at + WIDTH, state_im, mask=mask)
                 own, own_im = owns[2 * u], owns[2 * u + 1]
-                re, im = turn(TABLE, across, row[:, None], ROWS, EXACT)
-                s_re, s_im = turn(TABLE, step, row[:, None], ROWS, EXACT)
+                re, im = complex_decay(TABLE, across, row[:, None], ROWS, FP32_ROWS)
+                s_re, s_im = complex_decay(TABLE, step, row[:, None], ROWS, FP32_ROWS)
                 moved = re * state - im * state_im + s_re * own - s_im * own_im
                 state_im = re * state_im + im * state + s_re * own_im + s_im * own
                 state = moved
             else:
-                state = fade(across, k, ROWS) * state + fade(step, k, ROWS) * owns[u]
-    if SURVEY:
-        ENDS += segment * (ROWS // 2) * D
-        tl.store(ENDS + end_at, state, mask=inside)
+                state = real_decay(across, k, ROWS) * state + real_decay(step, k, ROWS) * owns[u]
+    if ENDS_ONLY:
+        ends_ptr += segment * (ROWS // 2) * WIDTH
+        tl.store(ends_ptr + end_at, state, mask=inside)
         if COMPLEX:
-            tl.store(ENDS + end_at + D, state_im, mask=inside)
+            tl.store(ends_ptr + end_at + WIDTH, state_im, mask=inside)
+
+
+def chunk_size(ranks: int, dtype: torch.dtype) -> int:
+    """Ranks of a chunk: fewer where there are not so many."""
+    return min(CHUNK[dtype.itemsize], max(LEAST, power_of_2(ranks)))
+
+
+def column_block(width: int, fp32_rows: bool) -> int:
+    """Columns that a program holds at once, a power of two that wastes little."""
+    if fp32_rows:
+        return min(32, max(16, power_of_2(width)))
+    return 64 if width % 64 == 0 else 32
+
+
+def segment_length(chunks: int, ahead: int, scans: int) -> int:
+    """Chunks that a program scans: all, unless scans are few and long.
+
+    A program looks at the ends of all segments before its own, one at a time, and scans its own
+    twice, `ahead` chunks at a time: the square root balances the two, and has to be worth it.
+    """
+    steps = ceil_div(chunks, ahead)
+    segments = min(SCANNING // max(1, scans), math.isqrt(2 * steps))
+    own = max(LEAST_LOADS, ceil_div(steps, max(1, segments)))
+    worth = 2 * own + ceil_div(steps, own) < steps
+    return (own if worth else steps) * ahead
+
+
+@functools.cache
+def state_table(metric: str, fp32_rows: bool) -> tuple[float, ...]:
+    """The TABLE of :func:`espformer.ops.esp.triton.primitives.state_coefficients`.
+
+    Eight numbers for every state row: the pole (Re, Im), then size and phase of the coefficients
+    into a state, out of it, and of its slope.
+    """
+    table = exponential_table(metric, fp32_rows)
+    numbers: list[float] = []
+    for direction in (-1, 1):  # a state on the left pulls to the left
+        for weight, pole in zip(table.weights, table.poles, strict=True):
+            w, p = complex(weight), complex(pole)
+            slope = direction * w * p
+            for quarter in (0.0, math.pi / 2):  # the real part, and minus the imaginary part
+                numbers += [
+                    p.real, p.imag, 1.0, -quarter, abs(w), cmath.phase(w) + quarter,
+                    abs(slope), cmath.phase(slope) + quarter,
+                ]  # fmt: skip
+    return tuple(numbers)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How the ranks of some plans are cut into chunks, and kernels launched on them."""
+
+    batch: int
+    slices: int
+    ranks: int
+    metric: str
+    dtype: torch.dtype  # of the rows
+
+    @classmethod
+    def of(cls, points: Tensor, metric: str, dtype: torch.dtype) -> Chunks:
+        batch, slices, ranks = points.shape
+        return cls(batch, slices, ranks, metric, dtype)
+
+    @functools.cached_property
+    def span(self) -> int:
+        """Ranks of a chunk."""
+        return chunk_size(self.ranks, self.dtype)
+
+    @functools.cached_property
+    def count(self) -> int:
+        """Chunks of a sequence."""
+        return ceil_div(self.ranks, self.span)
+
+    @property
+    def fp32_rows(self) -> bool:
+        return self.dtype.itemsize == 4
+
+    @property
+    def complex(self) -> bool:
+        """Whether poles are complex numbers."""
+        return self.metric != "absolute"
+
+    @property
+    def table(self) -> tuple[float, ...]:
+        return state_table(self.metric, self.fp32_rows)
+
+    def state_rows(self, ties: bool) -> int:
+        """State rows of a chunk, both directions together; none where one chunk has all ranks.
+
+        Only the absolute metric minds ties.
+        """
+        if self.count == 1:
+            return 0
+        if self.metric == "absolute":
+            return 4 if ties else 2
+        return 4 * len(exponential_table(self.metric, self.fp32_rows).poles)
+
+    def state_dtype(self) -> torch.dtype:
+        """Of states: they meet 16-bit coefficients as 16-bit numbers, unless large weights cancel.
+
+        The interpreter has no bfloat16, and takes float32 for what needs its range
+        (`to_wide_range`).
+        """
+        short = not self.fp32_rows and not self.complex and not INTERPRETED
+        return torch.bfloat16 if short else torch.float32
+
+    def scratch_bytes(self, width: int, backward: bool) -> int:
+        """What one slice takes: its states, and rows of its own if it must not add them."""
+        rows = self.state_rows(ties=backward)
+        each = width * self.state_dtype().itemsize + rows * 4
+        scratch = (4 if backward else 2) * self.count * rows * each
+        if torch.are_deterministic_algorithms_enabled():
+            scratch += (2 if backward else 1) * self.ranks * width * 4
+        return scratch
+
+    def by_chunk(self, total: Tensor) -> Tensor:
+        """Room for a sum per chunk: that of the total itself, if there is only one."""
+        if self.count == 1:
+            return total
+        return total.new_empty(self.batch, self.slices, self.count)
+
+    def launch(self, kernel: Any, name: str, x: Tensor, *args: Any, **options: Any) -> None:
+        """Launches a kernel on all chunks, or on the full ones and on the last one apart.
+
+        Masks cost a sixth of all instructions (of `sums`, less than another launch), and a few
+        ranks that are left need no program for 64.
+        """
+        width = x.shape[-1]
+        block_d = column_block(width, self.fp32_rows)
+        full = self.ranks // self.span if width % block_d == 0 else 0
+        parts = [(0, self.count, self.span)]
+        if 0 < full < self.count:
+            rest = chunk_size(self.ranks % self.span, x.dtype)
+            if rest < self.span or (full > 1 and name != "sums"):
+                parts = [(0, full, self.span), (full, 1, rest)]
+        for start, count, ranks in parts:
+            kernel[(self.batch * self.slices * count,)](
+                *args, N=self.ranks, HEADS=self.batch, L=self.slices, CHUNKS=self.count,
+                START=start, COUNT=count, COMPLEX=self.complex, BLOCK_D=block_d,
+                SPAN=self.span, C=ranks, EVEN=start + count <= full, **width_arguments(width),
+                **options, **self._tuned(name, ranks),
+            )  # fmt: skip
+
+    def _tuned(self, name: str, ranks: int) -> dict[str, int]:
+        """Warps of a program that has so many ranks, and registers of a thread."""
+        if self.fp32_rows:
+            return {"num_warps": 1 if name == "sums" else 2}
+        warps = ranks // 16
+        if name == "sums":
+            warps = min(warps, SUMMING_WARPS[self.metric])
+        return {"num_warps": warps, "maxnreg": REGISTERS[self.metric][name]}
+
+
+def chunk_states(
+    chunks: Chunks, plan: Plan, x: Tensor, through: bool, ties: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """States of rows x of the keys for κ_k and, `through` it, of ``mid_scale · κ_k x`` for κ_q.
+
+    (batch, L, chunks, state rows, width) each; None where there is one chunk.
+    """
+    rows = chunks.state_rows(ties)
+    if rows == 0:
+        return None, None
+    shape = (chunks.batch, chunks.slices, chunks.count, rows)
+    states = torch.empty(*shape, x.shape[-1], device=x.device, dtype=chunks.state_dtype())
+    after = links = None
+    if through:
+        after = torch.empty_like(states)
+        links = torch.empty(*shape, rows, device=x.device, dtype=torch.float32)
+    chunks.launch(
+        sums_kernel, "sums", x,
+        x, plan.key_order, plan.key_scale, plan.key_points, plan.query_points, plan.mid_scale,
+        chunks.table, plan.inv_bandwidth, states, after, links, TOKENS=x.shape[-2], ROWS=rows,
+        THROUGH=through,
+    )  # fmt: skip
+    _scan(chunks, plan.key_points, plan.inv_bandwidth, states, None, None)
+    if after is not None and chunks.complex:
+        block_d = column_block(x.shape[-1], chunks.fp32_rows)
+        link_kernel[(chunks.batch * chunks.slices * chunks.count,)](
+            states,
+            after,
+            links,
+            ROWS=rows,
+            BLOCK_D=block_d,
+            num_warps=1,
+            **width_arguments(x.shape[-1]),
+        )
+        _scan(chunks, plan.query_points, plan.inv_bandwidth, after, None, None)
+    elif after is not None:
+        _scan(chunks, plan.query_points, plan.inv_bandwidth, after, states, links)
+    return states, after
+
+
+def _scan(
+    chunks: Chunks, points: Tensor, inv_bandwidth: Tensor, states: Tensor, before: Tensor | None,
+    links: Tensor | None,
+) -> None:  # fmt: skip
+    """Every chunk's own sums to the states that enter it, in place."""
+    rows, width = states.shape[-2:]
+    block_d = min(64, max(16, power_of_2(width)))
+    ahead = min(AHEAD[chunks.complex], power_of_2(chunks.count))
+    pairs, columns = chunks.batch * chunks.slices, ceil_div(width, block_d)
+    length = segment_length(chunks.count, ahead, 2 * pairs * columns)
+    segments = ceil_div(chunks.count, length)
+    ends = None
+    if segments > 1:
+        ends = states.new_empty(pairs, 2, segments, rows // 2, width, dtype=torch.float32)
+    for ends_only in (False,) if ends is None else (True, False):
+        scan_kernel[(pairs * segments, 2, columns)](
+            points, chunks.table, inv_bandwidth, states, before, links, ends,
+            N=chunks.ranks, L=chunks.slices, CHUNKS=chunks.count, SEGMENTS=segments,
+            LENGTH=length, COMPLEX=chunks.complex, ROWS=rows, THROUGH=before is not None,
+            ENDS_ONLY=ends_only, BLOCK_R=power_of_2(rows // (4 if chunks.complex else 2)),
+            BLOCK_D=block_d, C=chunks.span, AHEAD=ahead, FP32_ROWS=chunks.fp32_rows, num_warps=1,
+            **width_arguments(width),
+        )  # fmt: skip

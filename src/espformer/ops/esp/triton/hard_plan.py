@@ -1,0 +1,295 @@
+"""Hard plans: tokens of equal rank meet, so a plan is one gather.
+
+The torch twin is :class:`espformer.ops.esp.linear.HardMixing`.
+
+- ``espformer::match``: the token that each query meets, from two rankings;
+- ``espformer::apply_matching``: ``Σ_l weight_l V[match_l]``;
+- ``espformer::cross_matching``: ``Σ_i q_i · k[match_l(i)]`` for every slice;
+- ``espformer::matching_costs``: ``Σ_i ‖q_i - k[match_l(i)]‖²`` for every slice.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from espformer.ops.common.autograd import refuse_double_backward
+from espformer.ops.common.custom_op import operator
+from espformer.ops.common.sizes import ceil_div, power_of_2, width_arguments
+from espformer.ops.esp import linear
+from espformer.ops.esp.problem import Problem
+from espformer.ops.esp.triton.primitives import program_rows
+from espformer.ops.esp.triton.sort import MOST_TOKENS, match_halves
+
+# Rows are read many times over, once for every slice. Where the rows of a head fit in the cache of
+# a multiprocessor, which is several times faster than the one that all share, a program takes so
+# many tokens that it has a multiprocessor for itself. Where not, many small programs are better.
+CACHE_BYTES = 160 << 10
+MOST_ROWS = 512
+MOST_BYTES = 64 << 10
+FEW_ROWS = 32
+# With fewer programs than about a GPU's multiprocessors, smaller ones are better.
+FEWEST_PROGRAMS = 128
+
+
+@triton.jit(do_not_specialize=("L", "BLOCKS", "D8"))
+def gather_kernel(
+    x_ptr,  # (B, N, WIDTH)
+    index_ptr,  # (B, L, N) int32
+    weight_ptr,  # (B, L) float32
+    out_ptr,  # (B, N, WIDTH)
+    N, L, BLOCKS, D8, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """``out_i = Σ_l weight_l x[index[l, i]]``."""
+    WIDTH = D if D > 0 else D8 * 8
+    head, i, d, columns = program_rows(N, BLOCKS, WIDTH, BLOCK_N, BLOCK_D)
+    total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    index_ptr += head * L * N
+    x_ptr += head * N * WIDTH
+    j = tl.load(index_ptr + i, mask=i < N, other=0)
+    for slice in range(L):
+        x = tl.load(x_ptr + (j[:, None] * WIDTH + d[None, :]), mask=columns, other=0.0).to(
+            tl.float32
+        )
+        index_ptr += N
+        # One slice ahead: a row's address waits for its index.
+        j = tl.load(index_ptr + i, mask=(i < N) & (slice + 1 < L), other=0)
+        total += x * tl.load(weight_ptr + head * L + slice)
+    rows = out_ptr + (head * N + i) * WIDTH
+    tl.store(
+        rows[:, None] + d[None, :],
+        total.to(out_ptr.dtype.element_ty),
+        mask=(i[:, None] < N) & columns,
+    )
+
+
+@triton.jit(do_not_specialize=("L", "BLOCKS", "D8"))
+def pair_kernel(
+    x_ptr,  # (B, N, WIDTH)
+    y_ptr,  # (B, N, WIDTH)
+    index_ptr,  # (B, L, N) int32
+    out_ptr,  # (B, L, BLOCKS) float32
+    N, L, BLOCKS, D8, D: tl.constexpr, DISTANCE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """``out_l = Σ_i x_i · y[index[l, i]]`` or ``Σ_i ‖x_i - y[index[l, i]]‖²``, in parts.
+
+    One partial sum per block of tokens.
+    """
+    WIDTH = D if D > 0 else D8 * 8
+    head, i, d, columns = program_rows(N, BLOCKS, WIDTH, BLOCK_N, BLOCK_D)
+    inside = (i[:, None] < N) & columns
+    rows = x_ptr + (head * N + i) * WIDTH
+    x = tl.load(rows[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    out_ptr += head * L * BLOCKS + tl.program_id(0) % BLOCKS
+    index_ptr += head * L * N
+    y_ptr += head * N * WIDTH
+    j = tl.load(index_ptr + i, mask=i < N, other=0)
+    for slice in range(L):
+        y = tl.load(y_ptr + (j[:, None] * WIDTH + d[None, :]), mask=inside, other=0.0).to(
+            tl.float32
+        )
+        index_ptr += N
+        j = tl.load(index_ptr + i, mask=(i < N) & (slice + 1 < L), other=0)
+        if DISTANCE:
+            product = (x - y) * (x - y)
+        else:
+            product = x * y
+        tl.store(out_ptr + slice * BLOCKS, tl.sum(tl.sum(product, 1), 0))
+
+
+@functools.lru_cache(1024)
+def _tiles(batch: int, tokens: int, width: int, bytes_each: int) -> tuple[int, dict[str, Any]]:
+    """How many programs share a head, and what each is made of."""
+    block_d = power_of_2(width)
+    row = block_d * bytes_each
+    most = min(MOST_ROWS, MOST_BYTES // row) if tokens * row <= CACHE_BYTES else FEW_ROWS
+    block_n = max(1, min(most, power_of_2(tokens)))
+    while block_n > FEW_ROWS and batch * ceil_div(tokens, block_n) < FEWEST_PROGRAMS:
+        block_n //= 2
+    warps = min(32, max(4, block_n * row // 2048))
+    config = {**width_arguments(width), "BLOCK_N": block_n, "BLOCK_D": block_d, "num_warps": warps}
+    return ceil_div(tokens, block_n), config
+
+
+def gather_sum(x: Tensor, index: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """``Σ_l weight_l x[index[l, i]]``: x (batch, N, d), index (batch, L, N), weight (batch, L)."""
+    batch, slices, tokens = index.shape
+    out = torch.empty(batch, tokens, x.shape[-1], device=x.device, dtype=dtype)
+    blocks, config = _tiles(batch, tokens, x.shape[-1], x.element_size())
+    gather_kernel[(batch * blocks,)](x, index, weight, out, tokens, slices, blocks, **config)
+    return out
+
+
+def _gather_pairs(x: Tensor, y: Tensor, index: Tensor, distance: bool) -> Tensor:
+    batch, slices, tokens = index.shape
+    blocks, config = _tiles(batch, tokens, x.shape[-1], x.element_size())
+    partial = torch.empty(batch, slices, blocks, device=x.device, dtype=torch.float32)
+    pair_kernel[(batch * blocks,)](
+        x, y, index, partial, tokens, slices, blocks, DISTANCE=distance, **config
+    )
+    return partial.sum(-1)
+
+
+def gather_dot(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+    """``Σ_i x_i · y[index[l, i]]`` for every slice: (batch, L)."""
+    return _gather_pairs(x, y, index, False)
+
+
+def gather_distance(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+    """``Σ_i ‖x_i - y[index[l, i]]‖²`` for every slice: (batch, L)."""
+    return _gather_pairs(x, y, index, True)
+
+
+@triton.jit(do_not_specialize=("BLOCKS",))
+def compose_kernel(
+    from_ptr,  # (rows, N) int32
+    to_ptr,  # (rows, N) int32, or None: the identity
+    out_ptr,  # (rows, N) int32
+    N, BLOCKS, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``out[from_n] = to_n``.
+
+    Neighbouring programs write to the same row, so that the second-level cache gathers what they
+    scatter before it goes to memory.
+    """
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64) * N
+    n = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    to = n if to_ptr is None else tl.load(to_ptr + row + n, mask=n < N, other=0)
+    tl.store(out_ptr + row + tl.load(from_ptr + row + n, mask=n < N, other=0), to, mask=n < N)
+
+
+@operator("match")
+def match(order: Tensor, to: Tensor | None) -> Tensor:
+    """The permutations ``to ∘ order⁻¹`` along the last dimension, in int32; None: the identity.
+
+    Of two rankings it is the key that each query meets, of one the rank of each token.
+    """
+    out = torch.empty_like(order)
+    tokens = order.shape[-1]
+    block = min(1024, power_of_2(tokens))
+    blocks = ceil_div(tokens, block)
+    rows = order.numel() // tokens
+    compose_kernel[(rows * blocks,)](order, to, out, tokens, blocks, BLOCK=block)
+    return out
+
+
+@match.register_fake
+def _(order: Tensor, to: Tensor | None) -> Tensor:
+    return order.new_empty(order.shape)
+
+
+@operator("apply_matching")
+def apply_matching(value: Tensor, weight: Tensor, matches: Tensor) -> Tensor:
+    """``Σ_l weight_l V[matches[l, i]]``."""
+    return gather_sum(value, matches, weight, value.dtype)
+
+
+@apply_matching.register_fake
+def _(value: Tensor, weight: Tensor, matches: Tensor) -> Tensor:
+    return value.new_empty(value.shape)
+
+
+@operator("cross_matching")
+def cross_matching(query: Tensor, key: Tensor, matches: Tensor) -> Tensor:
+    """``Σ_i q_i · k[matches[l, i]]``: (batch, L)."""
+    return gather_dot(query, key, matches)
+
+
+@cross_matching.register_fake
+def _(query: Tensor, key: Tensor, matches: Tensor) -> Tensor:
+    return query.new_empty(matches.shape[:2], dtype=torch.float32)
+
+
+def _matching_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+@refuse_double_backward("espformer::apply_matching")
+def _matching_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    value, weight, matches = ctx.saved_tensors
+    needs_value, needs_weight, _ = ctx.needs_input_grad
+    upstream = grads[0].to(value.dtype)
+    d_value = apply_matching(upstream, weight, match(matches, None)) if needs_value else None
+    d_weight = cross_matching(upstream, value, matches) if needs_weight else None
+    return d_value, d_weight, None
+
+
+apply_matching.register_autograd(_matching_backward, setup_context=_matching_setup)
+
+
+@operator("matching_costs")
+def matching_costs(query: Tensor, key: Tensor, matches: Tensor) -> Tensor:
+    """``Σ_i ‖q_i - k[matches[l, i]]‖²``: (batch, L)."""
+    return gather_distance(query, key, matches)
+
+
+@matching_costs.register_fake
+def _(query: Tensor, key: Tensor, matches: Tensor) -> Tensor:
+    return query.new_empty(matches.shape[:2], dtype=torch.float32)
+
+
+@operator("matching_costs_backward")
+def matching_costs_backward(
+    upstream: Tensor, mine: Tensor, theirs: Tensor, matches: Tensor
+) -> Tensor:
+    """``2 Σ_l upstream_l (mine_i - theirs[matches[l, i]])`` in the dtype of `mine`."""
+    met = gather_sum(theirs, matches, upstream, torch.float32)
+    return (upstream.sum(-1).view(-1, 1, 1) * mine - met).mul_(2).to(mine.dtype)
+
+
+@matching_costs_backward.register_fake
+def _(upstream: Tensor, mine: Tensor, theirs: Tensor, matches: Tensor) -> Tensor:
+    return mine.new_empty(mine.shape)
+
+
+@refuse_double_backward("espformer::matching_costs")
+def _matching_costs_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, matches = ctx.saved_tensors
+    needs_query, needs_key, _ = ctx.needs_input_grad
+    d_query = matching_costs_backward(grads[0], query, key, matches) if needs_query else None
+    d_key = None
+    if needs_key:
+        d_key = matching_costs_backward(grads[0], key, query, match(matches, None))
+    return d_query, d_key, None
+
+
+matching_costs.register_autograd(_matching_costs_backward, setup_context=_matching_setup)
+
+
+def attend(problem: Problem, value: Tensor) -> Tensor:
+    """``N · G V`` for stable ties and as many queries as keys; all NaN in a head that holds one."""
+    query, key, mask = problem.query, problem.key, problem.query_mask
+    matches, mean_weights = _matches(problem)
+    costs = None
+    if problem.options.inverse_temperature:
+        lengths = query.shape[-2] if mask is None else mask.sum(-1, keepdim=True).clamp(min=1)
+        costs = matching_costs(query, key, matches) * (problem.scale**2 / lengths)
+        if problem.slices is not None:
+            costs = costs + mean_weights * 0  # NaN in the slices does not show in distances
+    weights = problem.slice_weights(costs)
+    if weights is None:
+        weights = mean_weights
+    elif costs is None:  # NaN shows in distances, and in the plain mean
+        weights = weights + mean_weights * 0
+    return apply_matching(value, weights, matches)
+
+
+def _matches(problem: Problem) -> tuple[Tensor, Tensor]:
+    """The key that each query meets, (batch, L, N) in int32, and the weights of a plain mean."""
+    with torch.no_grad():  # a permutation has no gradient
+        query, key, mask = problem.query, problem.key, problem.query_mask
+        halves = query.dtype == key.dtype and query.dtype in (torch.bfloat16, torch.float16)
+        halves = halves and query.shape[-2] <= MOST_TOKENS and problem.scale > 0
+        if not halves or problem.slices is not None:
+            sides = problem.scaled().projections()
+            orders = [linear.sort_tokens(x.contiguous(), mask).order.int() for x in sides]
+            weights = problem.nonfinite_marker().unsqueeze(-1) + 1 / orders[0].shape[1]
+            return match(*orders), weights.expand(orders[0].shape[:2])
+        found: tuple[Tensor, Tensor] = match_halves(query, key, mask)
+        return found

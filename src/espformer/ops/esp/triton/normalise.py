@@ -1,0 +1,525 @@
+"""Normalisers of soft sorts: scales that make κ row-stochastic, or doubly stochastic.
+
+The torch twin is :class:`espformer.ops.esp.linear.SoftMixing`.
+
+**Columns.** A column is too thin for the tensor cores, so these kernels scan along the ranks:
+blocks of ranks are scanned in parallel (``tl.associative_scan`` of (decay, sum) pairs), and a carry
+goes from block to block. Per pole, with ``a_n = exp(-p (s_n - s_{n-1}))``,
+
+    f_n = a_n (f_{n-1} + x_{n-1})  (rightwards),    b_n = a_{n+1} (b_{n+1} + x_{n+1})  (leftwards),
+    (κx)_n = x_n + Re Σ_p w (f_n + b_n),             (κ'x)_n = Re Σ_p w p (b_n - f_n).
+
+Sums leave the rank itself out: far from all others, what they are is far below the last digit of x.
+The absolute metric leaves equal points out of κ' by scanning them apart, with decay one where the
+point stays and zero where it changes.
+
+**Balanced scales** are x with ``x · κx = 1``, in one launch, and their gradient in two. Damped
+steps lead to x (`espformer/ops/esp/balancing.py`). The gradient is that of where they lead, not of
+the steps, so nothing of them is kept: while ``x · κx`` stays one, a change of κ moves x by
+
+    (I + P) (dx / x) = -x · (dκ x),    P = diag(x) κ diag(x),
+
+and an upstream u asks for the solution of ``(I + P) v = x · u``. The spectrum of ``I + P`` lies in
+[1, 2], which is what made the exponents of the steps the best, and they are here too: with
+``a = x · v``
+
+    a ← a + ω (x² · (u - κa) - a)    from    a = 2/3 x² · u,
+
+and the gradient of the points is the slope of ``-aᵀ κ x`` (the kernel holds -a: that is what the
+slope is taken of). It differs from that of the steps by a few 1e-6.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from espformer.ops.common.autograd import refuse_double_backward
+from espformer.ops.common.custom_op import Operator, operator
+from espformer.ops.common.sizes import power_of_2
+from espformer.ops.esp.balancing import chebyshev_exponents
+from espformer.ops.esp.triton.primitives import exponential_table, rotation
+
+# Ranks that a scan takes at once: four warps' worth, or where there are so many scans that one warp
+# each fills the GPU, one's, which needs no barriers.
+BLOCK, CROWDED_BLOCK, LEAST_BLOCK = 1024, 256, 32
+CROWD = 4096
+
+
+@triton.jit
+def real_step(a, u, b, v):
+    return a * b, b * u + v
+
+
+@triton.jit
+def real_steps(a, u, x, b, v, y):
+    return a * b, b * u + v, b * x + y
+
+
+@triton.jit
+def complex_step(a_re, a_im, u_re, u_im, b_re, b_im, v_re, v_im):
+    return (
+        a_re * b_re - a_im * b_im,
+        a_re * b_im + a_im * b_re,
+        b_re * u_re - b_im * u_im + v_re,
+        b_re * u_im + b_im * u_re + v_im,
+    )
+
+
+@triton.jit
+def complex_steps(
+    a_re, a_im, u_re, u_im, x_re, x_im, b_re, b_im, v_re, v_im, y_re, y_im
+):  # fmt: skip
+    return (
+        a_re * b_re - a_im * b_im,
+        a_re * b_im + a_im * b_re,
+        b_re * u_re - b_im * u_im + v_re,
+        b_re * u_im + b_im * u_re + v_im,
+        b_re * x_re - b_im * x_im + y_re,
+        b_re * x_im + b_im * x_re + y_im,
+    )
+
+
+@triton.jit
+def last_entry(x, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
+    """The entry that the next block starts from."""
+    last: tl.constexpr = 0 if REVERSE else BLOCK - 1
+    return tl.sum(tl.where(tl.arange(0, BLOCK) == last, x, 0.0), 0, keep_dims=True)
+
+
+@triton.jit
+def previous_ranks(n, N, REVERSE: tl.constexpr):
+    """The ranks that a scan came from, and whether there are any."""
+    if REVERSE:
+        return n + 1, n < N - 1
+    return n - 1, (n > 0) & (n < N)
+
+
+@triton.jit
+def real_scan(u, x, a, left, carry, BOTH: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums of what came before, going on from a carry-in, and the carry-out; of x too if BOTH.
+
+    u and x are those of the ranks before, `left` is what is left of the carry-in at a rank.
+    """
+    if BOTH:
+        _, f, g = tl.associative_scan((a, a * u, a * x), 0, real_steps, reverse=REVERSE)
+        f += left * carry[0]
+        g += left * carry[1]
+        after = (last_entry(f, REVERSE, BLOCK), last_entry(g, REVERSE, BLOCK))
+    else:
+        _, f = tl.associative_scan((a, a * u), 0, real_step, reverse=REVERSE)
+        f += left * carry[0]
+        g = f
+        after = (last_entry(f, REVERSE, BLOCK),)
+    return f, g, after
+
+
+@triton.jit
+def complex_multiply_add(f_re, f_im, d_re, d_im, s_re, s_im):
+    """f + d s, of complex numbers."""
+    return f_re + d_re * s_re - d_im * s_im, f_im + d_re * s_im + d_im * s_re
+
+
+@triton.jit
+def complex_scan(
+    u, x, a_re, a_im, left_re, left_im, carry,
+    BOTH: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """:func:`real_scan` for a complex pole."""
+    if BOTH:
+        _, _, f_re, f_im, g_re, g_im = tl.associative_scan(
+            (a_re, a_im, a_re * u, a_im * u, a_re * x, a_im * x), 0, complex_steps, reverse=REVERSE
+        )
+        f_re, f_im = complex_multiply_add(f_re, f_im, left_re, left_im, carry[0], carry[1])
+        g_re, g_im = complex_multiply_add(g_re, g_im, left_re, left_im, carry[2], carry[3])
+        after = (last_entry(f_re, REVERSE, BLOCK), last_entry(f_im, REVERSE, BLOCK))
+        after = after + (last_entry(g_re, REVERSE, BLOCK), last_entry(g_im, REVERSE, BLOCK))
+    else:
+        _, _, f_re, f_im = tl.associative_scan(
+            (a_re, a_im, a_re * u, a_im * u), 0, complex_step, reverse=REVERSE
+        )
+        f_re, f_im = complex_multiply_add(f_re, f_im, left_re, left_im, carry[0], carry[1])
+        g_re, g_im = f_re, f_im
+        after = (last_entry(f_re, REVERSE, BLOCK), last_entry(f_im, REVERSE, BLOCK))
+    return f_re, f_im, g_re, g_im, after
+
+
+@triton.jit
+def pole_entry(TABLE: tl.constexpr, WHICH: tl.constexpr, pole, POLES: tl.constexpr):
+    """One of the four numbers that the table has for each pole: weight and pole, Re and Im."""
+    found = TABLE[WHICH]
+    for i in tl.static_range(1, POLES):
+        found = tl.where(pole == i, TABLE[4 * i + WHICH], found)
+    return found
+
+
+@triton.jit
+def zero_carry(BOTH: tl.constexpr, COMPLEX: tl.constexpr):
+    """The carry of u, of x if BOTH, where a scan starts; for a real pole then also of ties."""
+    carry = ()
+    for _ in tl.static_range((4 if BOTH else 2) if COMPLEX else (4 if BOTH else 1)):
+        carry = carry + (tl.zeros((1,), tl.float32),)
+    return carry
+
+
+@triton.jit
+def block_start(step, N, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
+    """The first rank of the block that a scan comes to in that step."""
+    return (tl.cdiv(N, BLOCK) - 1 - step if REVERSE else step) * BLOCK
+
+
+@triton.jit
+def block_ranks(step, N, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
+    """All ranks of that block."""
+    return block_start(step, N, REVERSE, BLOCK) + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def pole_decay(p_re, p_im, x):
+    """``exp(-p x)``, real and imaginary part; zero far away, where angles would be large."""
+    capped = tl.minimum(x, 40.0)
+    size = tl.where(x <= 40.0, tl.exp(-p_re * capped), 0.0)
+    re, im = rotation(p_im * capped, ACCURATE=True)
+    return size * re, size * im
+
+
+@triton.jit
+def scan_block(
+    u, x, points_ptr, step, N, inv_bandwidth, carry, pole, REVERSE: tl.constexpr,
+    BOTH: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What one pole in one direction adds to κu, κx, κ'u and κ'x in one block of a scan.
+
+    The ranks themselves are left out, and u and x are those of the ranks before. Also returns the
+    carry-out. x and slopes are only looked at if BOTH.
+    """
+    n = block_ranks(step, N, REVERSE, BLOCK)
+    m, linked = previous_ranks(n, N, REVERSE)
+    here = tl.load(points_ptr + tl.minimum(n, N - 1))
+    there = tl.load(points_ptr + tl.maximum(tl.minimum(m, N - 1), 0))
+    gap = tl.abs(here - there)
+    # The carry-in comes from the rank before the block. What is left of it at a rank follows from
+    # the points, not from all the steps in between, whose errors would add up.
+    edge = block_start(step, N, REVERSE, BLOCK) + (BLOCK if REVERSE else -1)
+    to_edge = tl.abs(here - tl.load(points_ptr + tl.maximum(tl.minimum(edge, N - 1), 0)))
+    if COMPLEX:
+        w_re, w_im = pole_entry(TABLE, 0, pole, POLES), pole_entry(TABLE, 1, pole, POLES)
+        p_re, p_im = pole_entry(TABLE, 2, pole, POLES), pole_entry(TABLE, 3, pole, POLES)
+        v_re = w_re * p_re - w_im * p_im
+        v_im = w_re * p_im + w_im * p_re
+        a_re, a_im = pole_decay(p_re, p_im, tl.where(linked, gap * inv_bandwidth, float("inf")))
+        left_re, left_im = pole_decay(p_re, p_im, to_edge * inv_bandwidth)
+        f_re, f_im, g_re, g_im, after = complex_scan(
+            u, x, a_re, a_im, left_re, left_im, carry, BOTH, REVERSE, BLOCK
+        )
+        ku = w_re * f_re - w_im * f_im
+        kx = w_re * g_re - w_im * g_im
+        u_slope = v_re * f_re - v_im * f_im
+        x_slope = v_re * g_re - v_im * g_im
+    else:
+        decay, left = tl.exp(-gap * inv_bandwidth), tl.exp(-to_edge * inv_bandwidth)
+        decay = tl.where(linked, decay, 0.0)
+        own = carry[:2] if BOTH else carry
+        ku, kx, after = real_scan(u, x, decay, left, own, BOTH, REVERSE, BLOCK)
+        u_slope, x_slope = ku, kx
+        if BOTH:  # equal points are left out
+            same = tl.where(linked & (gap == 0.0), 1.0, 0.0)
+            left = tl.where(to_edge == 0.0, 1.0, 0.0)
+            u_tied, x_tied, end = real_scan(u, x, same, left, carry[2:], BOTH, REVERSE, BLOCK)
+            u_slope = ku - u_tied
+            x_slope = kx - x_tied
+            after = after + end
+    if not REVERSE:
+        u_slope = -u_slope
+        x_slope = -x_slope
+    return ku, kx, u_slope * inv_bandwidth, x_slope * inv_bandwidth, after
+
+
+@triton.jit
+def operands(x_ptr, p_ptr, y_ptr, n, inside, length):
+    """u and x of :func:`scan_pole` at ranks n."""
+    if x_ptr is not None:
+        x = tl.load(x_ptr + n, mask=inside, other=0.0)
+        u = x if p_ptr is None else tl.load(p_ptr + n, mask=inside, other=0.0)
+    elif p_ptr is None:
+        x = tl.where(inside & (n < length), 1.0, 0.0)
+        u = x
+    else:
+        scale = tl.load(y_ptr + n, mask=inside, other=0.0)
+        x = tl.where(scale == 0.0, 0.0, 1.0)
+        u = tl.load(p_ptr + n, mask=inside, other=0.0) * (-scale * scale)
+    return u, x
+
+
+@triton.jit
+def scan_pole(
+    points_ptr, x_ptr, p_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N, pole,
+    REVERSE: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One pole in one direction; every scan but the first adds its share of ``κx`` to y.
+
+    With p: of ``p · κ'x + x · κ'p`` to the slope instead.
+
+    Without x, x is one below `length` and zero from there on, and y becomes one over ``κx``, or
+    zero; with p, y is that already, and p its gradient, and x is one where y is not zero.
+    """
+    added = (pole > 0) | REVERSE
+    carry = zero_carry(p_ptr is not None, COMPLEX)
+    for step in range(tl.cdiv(N, BLOCK)):
+        n = block_ranks(step, N, REVERSE, BLOCK)
+        inside = n < N
+        u, x = operands(x_ptr, p_ptr, y_ptr, n, inside, length)
+        m, linked = previous_ranks(n, N, REVERSE)
+        u_before, x_before = operands(x_ptr, p_ptr, y_ptr, m, linked, length)
+        y, _, u_slope, x_slope, carry = scan_block(
+            u_before, x_before, points_ptr, step, N, inv_bandwidth, carry, pole, REVERSE,
+            p_ptr is not None, TABLE, POLES, COMPLEX, BLOCK,
+        )  # fmt: skip
+        if p_ptr is not None:
+            slope = u * x_slope + x * u_slope
+            slope += tl.load(slope_ptr + n, mask=inside & added, other=0.0)
+            tl.store(slope_ptr + n, slope, mask=inside)
+        else:
+            y += tl.where(added, tl.load(y_ptr + n, mask=inside & added, other=0.0), x)
+            if REVERSE and x_ptr is None:
+                one_over = tl.where(n < length, 1.0 / tl.where(n < length, y, 1.0), 0.0)
+                y = tl.where(pole == POLES - 1, one_over, y)
+            tl.store(y_ptr + n, y, mask=inside)
+
+
+@triton.jit
+def scan_column(
+    points_ptr, x_ptr, p_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N, TABLE: tl.constexpr,
+    POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Every pole in both directions; then y, or the slope, is whole."""
+    for reverse in tl.static_range(2):
+        for pole in range(POLES):
+            scan_pole(
+                points_ptr, x_ptr, p_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N, pole,
+                reverse == 1, TABLE, POLES, COMPLEX, BLOCK,
+            )  # fmt: skip
+            tl.debug_barrier()  # the next scan reads what this one has written
+
+
+@triton.jit(do_not_specialize=("L",))
+def column_kernel(
+    x_ptr,  # (B, L, N) float32, or None: ones
+    p_ptr,  # (B, L, N) float32, for a slope
+    points_ptr,  # (B, L, N) float32
+    lengths_ptr,  # (B,) int32, or None
+    inv_bandwidth_ptr,  # (B,) float32
+    y_ptr,  # (B, L, N) float32
+    slope_ptr,  # (B, L, N) float32
+    N, L, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Normalisers of one slice, or a slope; :func:`scan_pole` says which."""
+    pair = tl.program_id(0).to(tl.int64)
+    length = N
+    if lengths_ptr is not None:
+        length = tl.load(lengths_ptr + pair // L)
+    if x_ptr is not None:
+        x_ptr += pair * N
+    if y_ptr is not None:
+        y_ptr += pair * N
+    if p_ptr is not None:
+        p_ptr += pair * N
+        slope_ptr += pair * N
+    inv_bandwidth = tl.load(inv_bandwidth_ptr + pair // L)
+    scan_column(
+        points_ptr + pair * N, x_ptr, p_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N, TABLE,
+        POLES, COMPLEX, BLOCK,
+    )  # fmt: skip
+
+
+def column_config(points: Tensor, metric: str, fp32_rows: bool) -> dict[str, Any]:
+    """Arguments of the kernels that scan along the ranks: sizes, and the table of κ."""
+    table = exponential_table(metric, fp32_rows)
+    numbers = tuple(
+        number
+        for w, p in zip(table.weights, table.poles, strict=True)
+        for number in (complex(w).real, complex(w).imag, complex(p).real, complex(p).imag)
+    )
+    batch, slices, ranks = points.shape
+    most = BLOCK if batch * slices < CROWD else CROWDED_BLOCK
+    block = min(most, max(LEAST_BLOCK, power_of_2(ranks)))
+    return {
+        "N": ranks, "L": slices, "TABLE": numbers, "POLES": len(table.poles),
+        "COMPLEX": metric != "absolute", "BLOCK": block,
+        "num_warps": max(1, block // 256),
+    }  # fmt: skip
+
+
+def sorted_slope(
+    p: Tensor, x: Tensor, points: Tensor, inv_bandwidth: Tensor, metric: str, fp32_rows: bool
+) -> Tensor:
+    """``p · κ'x + x · κ'p``: the gradient of ``pᵀ κ x`` in the points."""
+    slope = torch.empty_like(points)
+    column_kernel[(points.shape[0] * points.shape[1],)](
+        x, p, points, None, inv_bandwidth, None, slope,
+        **column_config(points, metric, fp32_rows),
+    )  # fmt: skip
+    return slope
+
+
+def bandwidth_gradient(d_points: Tensor, points: Tensor, inv_bandwidth: Tensor) -> Tensor:
+    """The gradient of the inverse bandwidth, (batch,), from that of the points that it scales."""
+    # Forces cancel pairwise: centred points and double sums keep what is left of them.
+    centred = points - points.mean(-1, keepdim=True)
+    total = (d_points * centred).sum((1, 2), dtype=torch.float64)
+    return (total / inv_bandwidth).to(d_points.dtype)
+
+
+def register_scales(scales: Operator, backward: Operator) -> None:
+    """Registers the rules of scales that make a soft sort stochastic in one to_edge or another.
+
+    `scales` takes (points, lengths, inv_bandwidth, metric, fp32_rows); `backward` takes its
+    upstream and its result with the same, but for the lengths: padding has scales of zero.
+    """
+
+    def empty(points: Tensor, *_: Any) -> Tensor:
+        return points.new_empty(points.shape)
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        points, _, inv_bandwidth, ctx.metric, ctx.fp32_rows = inputs
+        ctx.save_for_backward(output, points, inv_bandwidth)
+
+    @refuse_double_backward(f"espformer::{scales.name}")
+    def gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found, points, inv_bandwidth = ctx.saved_tensors
+        slope = backward(grads[0], found, points, inv_bandwidth, ctx.metric, ctx.fp32_rows)
+        _, _, needs_inv_bandwidth, _, _ = ctx.needs_input_grad
+        d_inv_bandwidth = None
+        if needs_inv_bandwidth:
+            d_inv_bandwidth = bandwidth_gradient(slope, points, inv_bandwidth)
+        return slope, None, d_inv_bandwidth, None, None
+
+    scales.register_fake(empty)
+    backward.register_fake(empty)
+    scales.register_autograd(gradients, setup_context=setup)
+
+
+@operator("row_scales")
+def row_scales(
+    points: Tensor, lengths: Tensor | None, inv_bandwidth: Tensor, metric: str, fp32_rows: bool
+) -> Tensor:
+    """One over ``κ 1``, what makes a soft sort row-stochastic, (batch, L, N); zero at padding."""
+    y = torch.empty_like(points)
+    column_kernel[(points.shape[0] * points.shape[1],)](
+        None, None, points, lengths, inv_bandwidth, y, None,
+        **column_config(points, metric, fp32_rows),
+    )  # fmt: skip
+    return y
+
+
+@operator("row_scales_backward")
+def row_scales_backward(
+    upstream: Tensor, scales: Tensor, points: Tensor, inv_bandwidth: Tensor, metric: str,
+    fp32_rows: bool,
+) -> Tensor:  # fmt: skip
+    """The gradient of the points."""
+    slope = torch.empty_like(points)
+    column_kernel[(points.shape[0] * points.shape[1],)](
+        None, upstream, points, None, inv_bandwidth, scales, slope,
+        **column_config(points, metric, fp32_rows),
+    )  # fmt: skip
+    return slope
+
+
+register_scales(row_scales, row_scales_backward)
+
+
+# The first step starts from ones, and is a plain square root.
+FORWARD = (0.5, *chebyshev_exponents())
+BACKWARD = tuple(chebyshev_exponents())
+
+
+@triton.jit(do_not_specialize=("L",))
+def balance_kernel(
+    z_ptr,  # (B, L, N) float32: the scales x, or -a where there is an upstream
+    upstream_ptr,  # (B, L, N) float32, or None
+    scale_ptr,  # (B, L, N) float32: the scales, for the backward
+    points_ptr,  # (B, L, N) float32
+    lengths_ptr,  # (B,) int32, or None
+    inv_bandwidth_ptr,  # (B,) float32
+    y_ptr,  # (B, L, N) float32: room for κz
+    N, L, EXPONENTS: tl.constexpr, STEPS: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr,
+    COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """All steps of one slice."""
+    pair = tl.program_id(0).to(tl.int64)
+    inv_bandwidth = tl.load(inv_bandwidth_ptr + pair // L)
+    length = N
+    if lengths_ptr is not None:
+        length = tl.load(lengths_ptr + pair // L)
+    points_ptr += pair * N
+    z_ptr += pair * N
+    y_ptr += pair * N
+    if upstream_ptr is not None:
+        upstream_ptr += pair * N
+        scale_ptr += pair * N
+    for start in range(0, N, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        z = tl.where(n < length, 1.0, 0.0)
+        if upstream_ptr is not None:
+            x = tl.load(scale_ptr + n, mask=n < N, other=0.0)
+            z = x * x * tl.load(upstream_ptr + n, mask=n < N, other=0.0) * (-2 / 3)
+        tl.store(z_ptr + n, z, mask=n < N)
+    tl.debug_barrier()
+    for step in range(STEPS):
+        exponent = EXPONENTS[0]
+        for i in tl.static_range(1, STEPS):
+            exponent = tl.where(step == i, EXPONENTS[i], exponent)
+        scan_column(
+            points_ptr, z_ptr, None, y_ptr, None, length, inv_bandwidth, N, TABLE, POLES, COMPLEX,
+            BLOCK,
+        )  # fmt: skip
+        for start in range(0, N, BLOCK):
+            n = start + tl.arange(0, BLOCK)
+            z = tl.load(z_ptr + n, mask=n < N, other=0.0)
+            y = tl.load(y_ptr + n, mask=n < N, other=0.0)
+            if upstream_ptr is None:
+                sums = tl.where(n < length, z * y, 1.0)
+                z *= tl.exp2(-exponent * tl.log2(sums))
+            else:
+                x = tl.load(scale_ptr + n, mask=n < N, other=0.0)
+                u = tl.load(upstream_ptr + n, mask=n < N, other=0.0)
+                z -= exponent * (x * x * (u + y) + z)
+            tl.store(z_ptr + n, z, mask=n < N)
+        tl.debug_barrier()
+
+
+@operator("balanced_scales")
+def balanced_scales(
+    points: Tensor, lengths: Tensor | None, inv_bandwidth: Tensor, metric: str, fp32_rows: bool
+) -> Tensor:
+    """What makes ``diag(x) κ diag(x)`` doubly stochastic, (batch, L, N); zero at padding."""
+    x, y = torch.empty_like(points), torch.empty_like(points)
+    balance_kernel[(points.shape[0] * points.shape[1],)](
+        x, None, None, points, lengths, inv_bandwidth, y, EXPONENTS=FORWARD, STEPS=len(FORWARD),
+        **column_config(points, metric, fp32_rows),
+    )  # fmt: skip
+    return x
+
+
+@operator("balanced_scales_backward")
+def balanced_scales_backward(
+    upstream: Tensor, scales: Tensor, points: Tensor, inv_bandwidth: Tensor, metric: str,
+    fp32_rows: bool,
+) -> Tensor:  # fmt: skip
+    """The gradient of the points."""
+    a, y = torch.empty_like(points), torch.empty_like(points)
+    balance_kernel[(points.shape[0] * points.shape[1],)](
+        a, upstream, scales, points, None, inv_bandwidth, y, EXPONENTS=BACKWARD,
+        STEPS=len(BACKWARD), **column_config(points, metric, fp32_rows),
+    )  # fmt: skip
+    return sorted_slope(a, scales, points, inv_bandwidth, metric, fp32_rows)
+
+
+register_scales(balanced_scales, balanced_scales_backward)

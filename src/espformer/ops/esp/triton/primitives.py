@@ -1,0 +1,515 @@
+"""What kernels share: instructions, rows of tokens, and the sorted kernel κ on chunks of ranks.
+
+The torch twin of κ is :class:`espformer.ops.esp.sorted_kernel.SortedKernel`.
+
+A program works on one chunk of C neighbouring ranks of one (head, slice). Within the chunk the
+kernel is a dense C×C matrix on the tensor cores. What other chunks contribute comes in through
+states, a few rows per direction and chunk: with poles p of the table of exponentials,
+
+    L_c = Σ_{j before c} exp(-p (first_c - s_j)) x_j,
+    R_c = Σ_{j after c} exp(-p (s_j - last_c)) x_j
+
+where s are the sorted points and first_c and last_c the smallest and the largest one of the chunk
+(`states.py` makes them). They are (batch, slices, chunks, rows, width), in float32, or in bfloat16
+for 16-bit rows and a real pole. The rows are a short axis of at most STATE_ROWS, so that making and
+using them are matrix products too:
+
+    absolute: L, R and, for the backward, their ties;     squared: (Re, Im) of every pole, L then R
+
+``exp(-|x|)`` has a kink at zero, and its slope there is zero: equal points do not push each other
+apart by the order they happen to stand in. Within a chunk equal points are told by comparing them;
+across chunks, two more rows (four in all) hold the part of L and R that stands at the very point
+first_c or last_c. 16-bit inputs tie all the time.
+
+Offsets within a head are 32-bit; pointers are moved to the head with 64 bits first.
+
+Shapes in comments: B heads of all sequences (``batch``), L slices, N ranks, WIDTH columns of a row:
+D where a kernel is compiled for that width, or 8 · D8
+(:func:`espformer.ops.common.sizes.width_arguments`).
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+from espformer.ops.esp.exponentials import ABSOLUTE, GAUSSIAN, ExponentialSum
+
+LOG2E = tl.constexpr(1.4426950408889634)
+ROOT_LOG2E = tl.constexpr(1.2011224087864498)
+QUARTER_TURN = tl.constexpr(1.5707963267948966)
+
+# Sizes that no load is aligned by: kernels are not compiled anew for multiples of 16, or for one.
+COUNTS = ("HEADS", "L", "KEYS", "QUERIES", "TOKENS", "CHUNKS", "START", "COUNT", "D8")
+STATE_ROWS = tl.constexpr(16)  # the least that a matrix product on the tensor cores takes
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def exponential_table(metric: str, fp32_rows: bool) -> ExponentialSum:
+    """κ as a sum of exponentials, as accurate as float32 or as 16-bit rows deserve."""
+    return ABSOLUTE if metric == "absolute" else GAUSSIAN[4 if fp32_rows else 3]
+
+
+if INTERPRETED:  # the interpreter knows neither libdevice nor PTX
+
+    @triton.jit
+    def fast_cosine(angle):
+        return tl.cos(angle)
+
+    @triton.jit
+    def fast_sine(angle):
+        return tl.sin(angle)
+
+    @triton.jit
+    def rounded_product(x, y):
+        return x * y
+
+    @triton.jit
+    def exp2(x):
+        return tl.exp2(x)
+
+    @triton.jit
+    def exp2_minus_abs(x):
+        return tl.exp2(-tl.abs(x))
+
+    @triton.jit
+    def exp2_minus_square(x):
+        return tl.exp2(-x * x)
+
+    @triton.jit
+    def in_product_layout(x, rows, columns):
+        return x
+
+    @triton.jit
+    def differences_in_product_layout(points, rows):
+        return points[None, :] - points[:, None]
+
+    @triton.jit
+    def to_wide_range(x):
+        if x.dtype == tl.float16:  # there is no bfloat16
+            x = x.to(tl.float32)
+        return x
+
+    @triton.jit
+    def copy_sign(x, y):
+        return tl.where(y > 0, x, tl.where(y < 0, -x, 0.0))
+else:
+    from triton.language.extra import libdevice
+
+    @triton.jit
+    def fast_cosine(angle):
+        """Cosine in one instruction, good to 2^-21 up to π; beyond, what it multiplies decays."""
+        return libdevice.fast_cosf(angle)
+
+    @triton.jit
+    def fast_sine(angle):
+        """Sine, likewise: of a small angle most digits are lost."""
+        return libdevice.fast_sinf(angle)
+
+    @triton.jit
+    def rounded_product(x, y):
+        """A product that is rounded: not fused with what is added to it, so that ties stay ties."""
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def exp2(x):
+        """2^x in one instruction; results below the smallest normal number are zero."""
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def exp2_minus_abs(x):
+        """2^-|x|, still in one instruction: it can change the sign of what it reads."""
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 t; abs.f32 t, $1; neg.f32 t, t; ex2.approx.ftz.f32 $0, t; }", "=f,f",
+            [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+    @triton.jit
+    def exp2_minus_square(x):
+        """2^(-x²) in two instructions."""
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 t; mul.f32 t, $1, $1; neg.f32 t, t; ex2.approx.ftz.f32 $0, t; }", "=f,f",
+            [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+    @triton.jit
+    def in_product_layout(x, rows, columns):
+        """x itself, but held by the same threads as the matrix product ``rows columnsᵀ``.
+
+        A matrix that is made from two vectors has no natural layout, and the compiler's choice
+        would send every entry through shared memory on its way to the tensor cores. The layout of
+        a product's result is the one that they take operands in. So here is a product, of rows
+        that lie in shared memory anyway, and nobody looks at it.
+        """
+        product = tl.dot(rows, tl.trans(columns))
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=f,f,f", [x, product], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def differences_in_product_layout(points, rows):
+        """``points_j - points_n``, (ranks, ranks), likewise held as the product ``rows rowsᵀ``.
+
+        They wait for it: a loop over blocks of columns would otherwise make them once, before it
+        starts, and keep them in registers that it does not have.
+        """
+        product = tl.dot(rows, tl.trans(rows))
+        return tl.inline_asm_elementwise(
+            "sub.f32 $0, $1, $2;", "=f,f,f,f", [points[None, :], points[:, None], product],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+    @triton.jit
+    def copy_sign(x, y):
+        """x with the sign of y, and zero where y is."""
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 t; .reg .pred p;
+            and.b32 t, $2, 0x80000000; xor.b32 t, t, $1;
+            setp.eq.f32 p, $2, 0f00000000; selp.b32 $0, 0, t, p; }""",
+            "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+    @triton.jit
+    def to_wide_range(x):
+        """x in a type with the range of float32: sums over many tokens leave that of float16."""
+        if x.dtype == tl.float16:
+            x = x.to(tl.bfloat16)
+        return x
+
+
+@triton.jit
+def accurate_cosine(angle, QUARTERS: tl.constexpr = 0):
+    """Cosine of an angle up to a thousand and QUARTERS right ones, to the last bit or two.
+
+    The library's has a branch for angles of any size: over a third of a kernel's code.
+    """
+    quarters = tl.floor(angle * (1 / QUARTER_TURN) + 0.5)
+    # π/2 in three parts; the first two are so short that their products are not rounded.
+    rest = angle - quarters * 1.5703125
+    rest = rest - quarters * 0.0004838705062866211
+    rest = rest + quarters * 4.371138828673793e-08
+    z = rest * rest
+    even = 1.0 + z * (z * (4.16666466e-02 + z * (-1.38873560e-03 + z * 2.44370787e-05)) - 0.5)
+    odd = rest + rest * z * (-0.1666665 + z * (0.00833197 - z * 0.00019494))
+    q = quarters.to(tl.int32) + QUARTERS
+    y = tl.where((q & 1) == 0, even, odd)
+    return tl.where(((q + 1) & 2) == 0, y, -y)
+
+
+@triton.jit
+def cosine(angle, ACCURATE: tl.constexpr):
+    """Large weights multiply the states of float32 rows, and an error of 2^-21 with them."""
+    if ACCURATE:
+        y = accurate_cosine(angle)
+    else:
+        y = fast_cosine(angle)
+    return y
+
+
+@triton.jit
+def rotation(angle, ACCURATE: tl.constexpr):
+    """``exp(-i angle)``, real and imaginary part.
+
+    ACCURATE where many of them multiply and errors add up: a small angle keeps all its digits,
+    which ``angle + π/2`` would lose.
+    """
+    if ACCURATE:
+        re, im = accurate_cosine(angle), accurate_cosine(angle, 1)
+    else:
+        re, im = fast_cosine(angle), -fast_sine(angle)
+    return re, im
+
+
+@triton.jit
+def program_rows(N, BLOCKS, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A program's head, tokens and columns, and which columns exist: for blocks of rows."""
+    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    i = tl.program_id(0) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    return head, i, d, d[None, :] < D
+
+
+@triton.jit
+def program_chunk(HEADS, L, START, COUNT):
+    """The (head, slice) pair of this program, its head, and its chunk, one of COUNT from START on.
+
+    Chunk c begins at rank ``c · SPAN``; programs hold C ranks of it, all that there are.
+
+    Neighbouring programs belong to different heads: what runs at the same time seldom adds to the
+    rows of the same tokens.
+    """
+    head = (tl.program_id(0) % HEADS).to(tl.int64)
+    rest = tl.program_id(0) // HEADS
+    return head * L + rest // COUNT, head, START + rest % COUNT
+
+
+@triton.jit
+def load_rows(x_ptr, scale_ptr, tokens, n, N, d, D, EVEN: tl.constexpr):
+    """Rows of the tokens at ranks n, (ranks, columns), times their scales; zero past the end.
+
+    EVEN says that chunks and columns fill their blocks, which saves the masks.
+    """
+    at = tokens[:, None] * D + d[None, :]
+    if EVEN:
+        x = tl.load(x_ptr + at)
+    else:
+        x = tl.load(x_ptr + at, mask=(d[None, :] < D) & (n[:, None] < N), other=0.0)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + n, mask=n < N, other=0.0)
+        x = (x.to(tl.float32) * scale[:, None]).to(x.dtype)
+    return x
+
+
+@triton.jit
+def add_rows(
+    out_ptr, scale_ptr, y, tokens, pair, head, n, N, TOKENS, d, D,
+    ATOMIC: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Adds ``scale · y`` to the rows of the tokens at ranks n.
+
+    Not ATOMIC: every slice stores rows of its own; ranks whose scale is zero are left out.
+    """
+    inside = (n[:, None] < N) & (d[None, :] < D)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + n, mask=n < N, other=0.0)[:, None]
+        y = y * scale
+    if ATOMIC:
+        at = out_ptr + head * TOKENS * D + tokens[:, None] * D + d[None, :]
+        if EVEN:
+            tl.atomic_add(at, y, sem="relaxed")
+        else:
+            tl.atomic_add(at, y, mask=inside, sem="relaxed")
+    else:
+        at = out_ptr + pair * TOKENS * D + tokens[:, None] * D + d[None, :]
+        if scale_ptr is not None:
+            inside = inside & (scale != 0)
+        tl.store(at, y, mask=inside)
+
+
+@triton.jit
+def point_at(points_ptr, n, N):
+    """The point at rank n, clamped to the sequence."""
+    return tl.load(points_ptr + tl.maximum(tl.minimum(n, N - 1), 0))
+
+
+@triton.jit
+def load_points(points_ptr, start, N, C: tl.constexpr, EVEN: tl.constexpr):
+    """The points of a chunk, its first and its last; past the end the last one repeats."""
+    n = start + tl.arange(0, C)
+    if not EVEN:
+        n = tl.minimum(n, N - 1)
+    points = tl.load(points_ptr + n)
+    return points, point_at(points_ptr, start, N), point_at(points_ptr, start + C - 1, N)
+
+
+@triton.jit
+def load_ranks(x_ptr, n, N, EVEN: tl.constexpr):
+    """One number or token per rank; zero past the end."""
+    return tl.load(x_ptr + n) if EVEN else tl.load(x_ptr + n, mask=n < N, other=0)
+
+
+@triton.jit
+def load_side(points_ptr, order_ptr, start, N, C: tl.constexpr, EVEN: tl.constexpr):
+    """A chunk of one side: its tokens and points, and its first and last point."""
+    tokens = load_ranks(order_ptr, start + tl.arange(0, C), N, EVEN)
+    points, first, last = load_points(points_ptr, start, N, C, EVEN)
+    return tokens, points, first, last
+
+
+@triton.jit
+def gap_unit(inv_bandwidth, COMPLEX: tl.constexpr):
+    """What differences of points are multiplied by, so that κ is a power of two."""
+    return inv_bandwidth * (ROOT_LOG2E if COMPLEX else LOG2E)
+
+
+@triton.jit
+def chunk_kernel(
+    points, first, last, rows, inv_bandwidth, COMPLEX: tl.constexpr, FP32_ROWS: tl.constexpr
+):
+    """κ within a chunk, and the scaled differences ``s_j - s_n`` that it is a function of.
+
+    To scale points before they are subtracted saves an instruction per entry and costs the last
+    bits. They are measured from the point nearest to zero, where floats are densest: so it costs
+    no more than that, whatever else is in the chunk. `rows` are any rows of it, for the layout.
+    """
+    rate = gap_unit(inv_bandwidth, COMPLEX)
+    if FP32_ROWS:
+        gap = (points[None, :] - points[:, None]) * rate
+        if rows is not None:
+            gap = in_product_layout(gap, rows, rows)
+    else:
+        points = rounded_product(points - tl.minimum(tl.maximum(first, 0.0), last), rate)
+        if rows is None:
+            gap = points[None, :] - points[:, None]
+        else:
+            gap = differences_in_product_layout(points, rows)
+    k = exp2_minus_square(gap) if COMPLEX else exp2_minus_abs(gap)
+    return k, gap
+
+
+@triton.jit
+def chunk_kernel_slope(k, gap, COMPLEX: tl.constexpr):
+    """κ' within a chunk: the derivative of κ in s_n. Zero between equal points."""
+    if COMPLEX:
+        return gap * k * (2 / ROOT_LOG2E)
+    return copy_sign(k, gap)
+
+
+@triton.jit
+def decay_from_ends(points, first, last, inv_bandwidth):
+    """What is left of the left and of the right state at every rank, for the absolute metric."""
+    rate = inv_bandwidth * -LOG2E
+    return exp2((points - first) * rate), exp2((last - points) * rate)
+
+
+@triton.jit
+def distances_in_chunk(points, before, last, COMPLEX: tl.constexpr, ROWS: tl.constexpr):
+    """From the end of the chunk before, for states from the left; to its own end, for the others.
+
+    (ranks, state rows); the latter with a minus, as forces on the two ends of a line are opposite.
+    """
+    r = tl.arange(0, STATE_ROWS)[None, :]
+    from_left = r < ROWS // 2 if COMPLEX else r % 2 == 0
+    return tl.where(from_left, (points - before)[:, None], (points - last)[:, None])
+
+
+@triton.jit
+def table_entry(TABLE: tl.constexpr, WHICH: tl.constexpr, r, ROWS: tl.constexpr):
+    """One of the eight numbers that the table has for each state row r."""
+    found = tl.zeros_like(r).to(tl.float32)
+    for i in tl.static_range(ROWS):
+        found = tl.where(r == i, TABLE[8 * i + WHICH], found)
+    return found
+
+
+@triton.jit
+def state_coefficients(
+    TABLE: tl.constexpr, points, first, last, inv_bandwidth,
+    KIND: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr, FP32_ROWS: tl.constexpr,
+    AFTER: tl.constexpr = 0,
+):  # fmt: skip
+    """What ties ranks to states, (ranks, state rows), placed AFTER so many other rows. By KIND:
+
+    "in": the share of a rank in the sums that its chunk hands on, measured at the chunk's far end;
+    "out": the share of a state in κx at a rank; "slope": its share in κ'x.
+
+    With complex poles it is ``size · exp(-Re p · x) · cos(phase - Im p · x)``; TABLE has for every
+    state row Re p, Im p, and size and phase of each kind.
+    """
+    r = tl.arange(0, STATE_ROWS)[None, :] - AFTER
+    if COMPLEX:
+        which: tl.constexpr = 2 if KIND == "in" else (4 if KIND == "out" else 6)
+        half: tl.constexpr = ROWS // 2
+        to_first = ((points - first) * inv_bandwidth)[:, None]
+        to_last = ((last - points) * inv_bandwidth)[:, None]
+        x = tl.where((r < half) == (KIND == "in"), to_last, to_first)
+        x = tl.minimum(x, 40.0)  # exp(-40 Re p) is zero, and the angle stays small
+        angle = table_entry(TABLE, which + 1, r, ROWS) - table_entry(TABLE, 1, r, ROWS) * x
+        decay = exp2(table_entry(TABLE, 0, r, ROWS) * (x * -LOG2E))
+        size = table_entry(TABLE, which, r, ROWS) * decay
+        return size * cosine(angle, FP32_ROWS)
+    near_left, near_right = decay_from_ends(points, first, last, inv_bandwidth)
+    if KIND == "in":  # measured at the other end, to be handed on
+        left, right = near_right, near_left
+        left_tie = tl.where(points == last, 1.0, 0.0)
+        right_tie = tl.where(points == first, 1.0, 0.0)
+    else:
+        left, right = near_left, near_right
+        left_tie = tl.where(points == first, 1.0, 0.0)
+        right_tie = tl.where(points == last, -1.0, 0.0)
+    if KIND == "slope":
+        left = -left
+    found = tl.where(r == 0, left[:, None], tl.where(r == 1, right[:, None], 0.0))
+    if ROWS > 2 and KIND != "out":
+        found = tl.where(r == 2, left_tie[:, None], tl.where(r == 3, right_tie[:, None], found))
+    return found
+
+
+@triton.jit
+def product(a, x, TWO_PARTS: tl.constexpr = False):
+    """``a x`` for float32 a and rows x, in float32.
+
+    16-bit rows multiply a rounded to 16 bits, and with TWO_PARTS also what the rounding left.
+    """
+    if x.dtype == tl.float32:
+        return tl.dot(a, x, input_precision="tf32x3")
+    rounded = a.to(x.dtype)
+    total = tl.dot(rounded, x)
+    if TWO_PARTS:
+        total = tl.dot((a - rounded.to(tl.float32)).to(x.dtype), x, total)
+    return total
+
+
+@triton.jit
+def transposed_product(x, y, total=None):
+    """``x yᵀ`` in float32, added to a total if there is one."""
+    if x.dtype == tl.float32:
+        total = tl.dot(x, tl.trans(y), total, input_precision="tf32x3")
+    else:
+        total = tl.dot(x, tl.trans(y), total)
+    return total
+
+
+@triton.jit
+def times_states(x, states, COMPLEX: tl.constexpr):
+    """``x statesᵀ``, (ranks, state rows)."""
+    rounded = states.to(x.dtype)
+    total = transposed_product(x, rounded)
+    if COMPLEX and x.dtype != tl.float32:  # large weights of several poles cancel
+        total = transposed_product(x, (states - rounded.to(tl.float32)).to(x.dtype), total)
+    return total
+
+
+@triton.jit
+def read_coefficients(
+    TABLE: tl.constexpr, points, first, last, inv_bandwidth, rows, states,
+    COMPLEX: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The "out" coefficients, (ranks, state rows), where a product with states takes them.
+
+    `rows` and `states` are any of the chunk, for the layout.
+    """
+    fp32_rows: tl.constexpr = rows.dtype == tl.float32
+    read = state_coefficients(
+        TABLE, points, first, last, inv_bandwidth, "out", COMPLEX, ROWS, fp32_rows
+    )
+    if ROWS > 0 and not (COMPLEX or fp32_rows):
+        rows = to_wide_range(rows)
+        read = in_product_layout(read, rows, states.to(rows.dtype))
+    return read
+
+
+@triton.jit
+def apply_sorted_kernel(k, x, read, states, COMPLEX: tl.constexpr, ROWS: tl.constexpr):
+    """κx at the ranks of a chunk in float32; k is κ within it, `read` what lets states enter."""
+    y = product(k, x)
+    if ROWS > 0:
+        if x.dtype == tl.float32:
+            y = tl.dot(read, states, y, input_precision="tf32x3")
+        elif COMPLEX:  # large weights of several poles cancel
+            y = tl.dot(read, states, y, input_precision="tf32")
+        else:
+            states = states.to(to_wide_range(x).dtype)  # they are sums over many tokens
+            y = tl.dot(read.to(states.dtype), states, y)
+    return y
+
+
+@triton.jit
+def load_states(states_ptr, chunk, d, D, ROWS: tl.constexpr):
+    """The states that enter a chunk, (state rows, columns); zero beyond their number.
+
+    ROWS is zero where there is only one chunk, and nothing enters it.
+    """
+    r = tl.arange(0, STATE_ROWS)[:, None]
+    states = tl.zeros((STATE_ROWS, d.shape[0]), tl.float32)
+    if ROWS > 0:
+        at = states_ptr + (chunk * ROWS + r) * D + d[None, :]
+        states = tl.load(at, mask=(r < ROWS) & (d[None, :] < D), other=0.0)
+    return states

@@ -1,0 +1,729 @@
+"""Soft plans applied to rows: ``weight · query_scale · κ_q (mid_scale · κ_k (key_scale · x))``.
+
+The torch twins are :func:`espformer.ops.esp.linear.apply_plans` and
+:func:`espformer.ops.esp.linear.slice_costs`.
+
+Rank n of the keys meets rank n of the queries, so the program that makes a chunk of
+``W = mid_scale · κ_k x`` multiplies it by κ_q at once.
+
+**The backward** of ``⟨g, plan x⟩`` is the same program, once for each side. Transposed, the plan
+applied to g is the gradient of x; and where W meets rows g of the other side, the small matrices
+``M = W gᵀ`` of a chunk and ``W statesᵀ`` hold everything else:
+
+    slope of the queries' points:   Σ_j κ_q'_nj (M_nj + M_jn),
+    gradient of `mid_scale`:        Σ_j κ_q_nj M_nj  over `mid_scale` of rank n,
+    gradient of `query_scale`:      Σ_j κ_q_nj M_jn  over `query_scale` of rank n.
+
+Columns are summed by the tensor cores, and κ' is never rounded.
+
+The gradient of the inverse bandwidth is ``Σ_n s_n ds_n``, in which forces cancel. It is added up
+pair by pair: what is between two points of a chunk, and, of the distance to a point in another
+chunk, what lies in this one. :meth:`PlanKernels.grad` adds the distance over whole chunks.
+
+As torch operators, with their fake and autograd rules:
+
+- ``espformer::apply_plans``: ``Σ_l weight_l A_lᵀ B_l V``;
+- ``espformer::cross_plans``: ``Σ_i q_i · (A_lᵀ B_l K)_i`` for every slice, the part of the slice
+  costs that is not a column;
+- ``espformer::plans_backward``: the backward of both.
+
+Slices are worked on in groups so that their states stay under `SCRATCH_BYTES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from espformer.ops.common.autograd import refuse_double_backward
+from espformer.ops.common.custom_op import operator
+from espformer.ops.esp import linear
+from espformer.ops.esp.coupling import Coupling, couple
+from espformer.ops.esp.problem import Problem
+from espformer.ops.esp.triton.costs import centre_rows, norm_costs
+from espformer.ops.esp.triton.normalise import balanced_scales, row_scales
+from espformer.ops.esp.triton.plan import (
+    PLAN_FIELDS,
+    PLAN_SCHEMA,
+    Group,
+    Plan,
+    SortedSide,
+    make_plan,
+    valid_ranks,
+)
+from espformer.ops.esp.triton.primitives import (
+    COUNTS,
+    add_rows,
+    apply_sorted_kernel,
+    chunk_kernel,
+    chunk_kernel_slope,
+    distances_in_chunk,
+    exponential_table,
+    gap_unit,
+    load_ranks,
+    load_rows,
+    load_side,
+    load_states,
+    point_at,
+    program_chunk,
+    read_coefficients,
+    state_coefficients,
+    times_states,
+    to_wide_range,
+    transposed_product,
+)
+from espformer.ops.esp.triton.sort import MOST_TOKENS, rank_halves
+from espformer.ops.esp.triton.states import Chunks, chunk_states
+
+# More leave the second-level cache, fewer take more launches.
+SCRATCH_BYTES = {"absolute": 80 << 20, "squared": 160 << 20}
+
+
+@triton.jit
+def safe_divide(x, y):
+    """x / y, and zero where y is."""
+    return tl.where(y == 0, 0.0, x / tl.where(y == 0, 1.0, y))
+
+
+@triton.jit
+def chunk_forces(kappa, gap, m, with_gaps, COMPLEX: tl.constexpr):
+    """``Σ_j κ'_nj m_nj``, and with every force times its distance if these are asked for."""
+    force = chunk_kernel_slope(kappa, gap, COMPLEX) * m
+    total = tl.sum(force, 1)
+    times_gap = total
+    if with_gaps is not None:
+        times_gap = tl.sum(force * gap, 1)
+    return total, times_gap
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def apply_kernel(
+    x_ptr,  # (B, KEYS, WIDTH): rows of the keys
+    key_order_ptr,  # (B, L, N) int32: the token of each rank
+    key_scale_ptr,  # (B, L, N) float32, or None: ones
+    key_points_ptr,  # (B, L, N) float32
+    query_order_ptr,  # (B, L, N) int32
+    query_scale_ptr,  # (B, L, N) float32, or None: ones
+    query_points_ptr,  # (B, L, N) float32
+    mid_scale_ptr,  # (B, L, N) float32
+    TABLE: tl.constexpr,
+    inv_bandwidth_ptr,  # (B,) float32
+    weight_ptr,  # (B, L) float32
+    x_states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH): states of x for κ_k
+    w_states_ptr,  # likewise, of W for κ_q
+    out_ptr,  # (B, QUERIES, WIDTH) float32 if ATOMIC, else (B, L, QUERIES, WIDTH); or None
+    g_ptr,  # (B, QUERIES, WIDTH): upstream rows of the queries; or None
+    g_states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH): states of g for κ_q
+    d_points_ptr,  # (B, L, N) float32: of the queries' points
+    d_query_scale_ptr,  # (B, L, N) float32, or None
+    d_mid_scale_ptr,  # (B, L, N) float32, or None
+    totals_ptr,  # (B, L, CHUNKS) float32, or None: ⟨g, plan x⟩ without the weight
+    d_inv_bandwidth_ptr,  # (B, L, CHUNKS) float32, or None: what each chunk adds to it
+    N, KEYS, QUERIES, HEADS, L, CHUNKS, START, COUNT, D8, D: tl.constexpr, COMPLEX: tl.constexpr,
+    ROWS: tl.constexpr, ATOMIC: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPAN: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Adds the plan of one slice, applied to the rows x of the keys, to the rows of the queries.
+
+    With rows g also the gradients of ``weight · ⟨g, plan x⟩`` on the side of the queries.
+    """
+    WIDTH = D if D > 0 else D8 * 8
+    pair, head, chunk = program_chunk(HEADS, L, START, COUNT)
+    begin = chunk * SPAN
+    n = begin + tl.arange(0, C)
+    ranks = pair * N
+    x_ptr += head * KEYS * WIDTH
+    if key_scale_ptr is not None:
+        key_scale_ptr += ranks
+    if query_scale_ptr is not None:
+        query_scale_ptr += ranks
+    if ROWS > 0:
+        x_states_ptr += pair * CHUNKS * ROWS * WIDTH
+        w_states_ptr += pair * CHUNKS * ROWS * WIDTH
+    if g_ptr is not None:
+        g_ptr += head * QUERIES * WIDTH
+        if ROWS > 0:
+            g_states_ptr += pair * CHUNKS * ROWS * WIDTH
+    # All loads come first: what follows waits for the tensor cores, and nothing moves across that.
+    k_tokens, k_points, k_first, k_last = load_side(
+        key_points_ptr + ranks, key_order_ptr + ranks, begin, N, C, EVEN
+    )
+    q_tokens, q_points, q_first, q_last = load_side(
+        query_points_ptr + ranks, query_order_ptr + ranks, begin, N, C, EVEN
+    )
+    mid_scale = load_ranks(mid_scale_ptr + ranks, n, N, EVEN)
+    inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
+    weight = tl.load(weight_ptr + pair)
+    early, late = weight, 1.0  # W has the weight, and its states get it
+    if totals_ptr is not None:  # which are wanted without it
+        early, late = 1.0, weight
+    early_mid_scale = mid_scale * early
+    fp32_rows: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    slope = tl.zeros((C,), tl.float32)
+    mid_dots = tl.zeros((C,), tl.float32)
+    query_dots = tl.zeros((C,), tl.float32)
+    d_inv_bandwidth = tl.zeros((C,), tl.float32)
+    for start in tl.range(0, WIDTH, BLOCK_D, num_stages=1):
+        d = start + tl.arange(0, BLOCK_D)
+        x = load_rows(x_ptr, key_scale_ptr, k_tokens, n, N, d, WIDTH, EVEN)
+        x_states = load_states(x_states_ptr, chunk, d, WIDTH, ROWS)
+        w_states = load_states(w_states_ptr, chunk, d, WIDTH, ROWS)
+        if g_ptr is not None:
+            g = to_wide_range(load_rows(g_ptr, query_scale_ptr, q_tokens, n, N, d, WIDTH, EVEN))
+            g_states = load_states(g_states_ptr, chunk, d, WIDTH, ROWS)
+        kappa, _ = chunk_kernel(k_points, k_first, k_last, x, inv_bandwidth, COMPLEX, fp32_rows)
+        read = read_coefficients(
+            TABLE, k_points, k_first, k_last, inv_bandwidth, x, x_states, COMPLEX, ROWS
+        )
+        w = apply_sorted_kernel(kappa, x, read, x_states, COMPLEX, ROWS)
+        w = (w * early_mid_scale[:, None]).to(to_wide_range(x).dtype)
+        kappa, gap = chunk_kernel(q_points, q_first, q_last, x, inv_bandwidth, COMPLEX, fp32_rows)
+        read = read_coefficients(
+            TABLE, q_points, q_first, q_last, inv_bandwidth, x, x_states, COMPLEX, ROWS
+        )
+        if g_ptr is not None:
+            m = transposed_product(w, g)
+            if d_mid_scale_ptr is not None:
+                mid_dots += tl.sum(kappa * m, 1)
+            if d_query_scale_ptr is None:
+                m = transposed_product(g, w, m)
+            slope_here, force_gap = chunk_forces(kappa, gap, m, d_inv_bandwidth_ptr, COMPLEX)
+            slope += slope_here
+            if d_inv_bandwidth_ptr is not None:  # a pair is seen from both sides
+                d_inv_bandwidth -= force_gap * (0.5 / gap_unit(inv_bandwidth, COMPLEX))
+            if d_query_scale_ptr is not None:
+                # Mᵀ by itself, never added to M: its rows are wanted alone, and M and their sum
+                # would not fit in registers together.
+                m = transposed_product(g, w)
+                query_dots += tl.sum(kappa * m, 1)
+                slope_here, force_gap = chunk_forces(kappa, gap, m, d_inv_bandwidth_ptr, COMPLEX)
+                slope += slope_here
+                if d_inv_bandwidth_ptr is not None:
+                    d_inv_bandwidth -= force_gap * (0.5 / gap_unit(inv_bandwidth, COMPLEX))
+            if ROWS > 0:
+                far = times_states(w, g_states, COMPLEX)
+                if d_mid_scale_ptr is not None:
+                    mid_dots += tl.sum(read * far, 1)
+                behind = times_states(g, w_states, COMPLEX) * early
+                if d_query_scale_ptr is not None:
+                    query_dots += tl.sum(read * behind, 1)
+                slopes = state_coefficients(
+                    TABLE, q_points, q_first, q_last, inv_bandwidth, "slope", COMPLEX, ROWS,
+                    fp32_rows,
+                )  # fmt: skip
+                pull = slopes * (far + behind)
+                slope += tl.sum(pull, 1)
+                if d_inv_bandwidth_ptr is not None:
+                    before = point_at(query_points_ptr + ranks, begin - 1, N)
+                    distances = distances_in_chunk(q_points, before, q_last, COMPLEX, ROWS)
+                    d_inv_bandwidth += tl.sum(pull * distances, 1)
+        if out_ptr is not None:
+            y = apply_sorted_kernel(kappa, w, read * early, w_states, COMPLEX, ROWS)
+            add_rows(
+                out_ptr, query_scale_ptr, y * late, q_tokens, pair, head, n, N, QUERIES, d, WIDTH,
+                ATOMIC, EVEN,
+            )  # fmt: skip
+    if g_ptr is not None:
+        inside = n < N
+        tl.store(d_points_ptr + ranks + n, slope * (late * inv_bandwidth), mask=inside)
+        if d_query_scale_ptr is not None:
+            query_scale = tl.load(query_scale_ptr + n, mask=inside, other=0.0)
+            d_query_scale = safe_divide(query_dots * late, query_scale)
+            tl.store(d_query_scale_ptr + ranks + n, d_query_scale, mask=inside)
+        if totals_ptr is not None:
+            tl.store(totals_ptr + pair * CHUNKS + chunk, tl.sum(mid_dots, 0))
+        if d_inv_bandwidth_ptr is not None:
+            tl.store(d_inv_bandwidth_ptr + pair * CHUNKS + chunk, tl.sum(d_inv_bandwidth, 0) * late)
+        if d_mid_scale_ptr is not None:
+            d_mid_scale = safe_divide(mid_dots * late, mid_scale)
+            tl.store(d_mid_scale_ptr + ranks + n, d_mid_scale, mask=inside)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def cross_kernel(
+    x_ptr,  # (B, KEYS, WIDTH): rows of the keys
+    key_order_ptr,  # (B, L, N) int32
+    key_scale_ptr,  # (B, L, N) float32, or None: ones
+    key_points_ptr,  # (B, L, N) float32
+    g_ptr,  # (B, QUERIES, WIDTH): rows of the queries
+    query_order_ptr,  # (B, L, N) int32
+    query_scale_ptr,  # (B, L, N) float32, or None: ones
+    query_points_ptr,  # (B, L, N) float32
+    mid_scale_ptr,  # (B, L, N) float32
+    TABLE: tl.constexpr,
+    inv_bandwidth_ptr,  # (B,) float32
+    x_states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH): states of x for κ_k
+    g_states_ptr,  # likewise, of g for κ_q
+    totals_ptr,  # (B, L, CHUNKS) float32
+    N, KEYS, QUERIES, HEADS, L, CHUNKS, START, COUNT, D8, D: tl.constexpr, COMPLEX: tl.constexpr,
+    ROWS: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr, SPAN: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """``Σ_n mid_scale_n (κ_k x)_n · (κ_q g)_n``, one sum per chunk: ⟨g, plan x⟩ from both ends."""
+    WIDTH = D if D > 0 else D8 * 8
+    pair, head, chunk = program_chunk(HEADS, L, START, COUNT)
+    begin = chunk * SPAN
+    n = begin + tl.arange(0, C)
+    ranks = pair * N
+    x_ptr += head * KEYS * WIDTH
+    g_ptr += head * QUERIES * WIDTH
+    if key_scale_ptr is not None:
+        key_scale_ptr += ranks
+    if query_scale_ptr is not None:
+        query_scale_ptr += ranks
+    if ROWS > 0:
+        x_states_ptr += pair * CHUNKS * ROWS * WIDTH
+        g_states_ptr += pair * CHUNKS * ROWS * WIDTH
+    k_tokens, k_points, k_first, k_last = load_side(
+        key_points_ptr + ranks, key_order_ptr + ranks, begin, N, C, EVEN
+    )
+    q_tokens, q_points, q_first, q_last = load_side(
+        query_points_ptr + ranks, query_order_ptr + ranks, begin, N, C, EVEN
+    )
+    mid_scale = load_ranks(mid_scale_ptr + ranks, n, N, EVEN)
+    inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
+    fp32_rows: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    mid_dots = tl.zeros((C,), tl.float32)
+    for start in tl.range(0, WIDTH, BLOCK_D, num_stages=1):
+        d = start + tl.arange(0, BLOCK_D)
+        x = load_rows(x_ptr, key_scale_ptr, k_tokens, n, N, d, WIDTH, EVEN)
+        g = load_rows(g_ptr, query_scale_ptr, q_tokens, n, N, d, WIDTH, EVEN)
+        x_states = load_states(x_states_ptr, chunk, d, WIDTH, ROWS)
+        g_states = load_states(g_states_ptr, chunk, d, WIDTH, ROWS)
+        kappa, _ = chunk_kernel(k_points, k_first, k_last, x, inv_bandwidth, COMPLEX, fp32_rows)
+        read = read_coefficients(
+            TABLE, k_points, k_first, k_last, inv_bandwidth, x, x_states, COMPLEX, ROWS
+        )
+        y = apply_sorted_kernel(kappa, x, read, x_states, COMPLEX, ROWS)
+        kappa, _ = chunk_kernel(q_points, q_first, q_last, x, inv_bandwidth, COMPLEX, fp32_rows)
+        read = read_coefficients(
+            TABLE, q_points, q_first, q_last, inv_bandwidth, x, x_states, COMPLEX, ROWS
+        )
+        z = apply_sorted_kernel(kappa, g, read, g_states, COMPLEX, ROWS)
+        mid_dots += tl.sum(y * z, 1)
+    tl.store(totals_ptr + pair * CHUNKS + chunk, tl.sum(mid_dots * mid_scale, 0))
+
+
+@dataclass(frozen=True)
+class PlanGradients:
+    """Room for what the backward of plans finds; None where there is nothing to differentiate."""
+
+    weight: Tensor | None  # (batch, L)
+    inv_bandwidth: Tensor | None  # (batch, L), to be summed over slices
+    query_points: Tensor  # (batch, L, ranks), as all that follows
+    key_points: Tensor
+    mid_scale: Tensor
+    key_scale: Tensor | None
+    query_scale: Tensor | None
+
+    @classmethod
+    def new(cls, plan: Plan, weight: bool, inv_bandwidth: bool, scales: bool) -> PlanGradients:
+        """Room for those that are asked for; `scales` are `key_scale` and `query_scale`."""
+
+        def room(shape: torch.Size, wanted: bool = True) -> Any:
+            return plan.key_points.new_empty(shape) if wanted else None
+
+        ranks = plan.key_points.shape
+        return cls(
+            weight=room(ranks[:2], weight),
+            inv_bandwidth=room(ranks[:2], inv_bandwidth),
+            query_points=room(ranks),
+            key_points=room(ranks),
+            mid_scale=room(ranks),
+            key_scale=room(ranks, scales and plan.key_scale is not None),
+            query_scale=room(ranks, scales and plan.query_scale is not None),
+        )
+
+    def part(self, group: Group) -> PlanGradients:
+        """Those of some slices of some heads."""
+        found = (getattr(self, name) for name in GRADIENT_FIELDS)
+        return PlanGradients(*(None if x is None else x[group] for x in found))  # type: ignore[arg-type]
+
+    def flatten(self) -> list[Tensor]:
+        """As results of an operator: what is not there is empty."""
+        found = (getattr(self, name) for name in GRADIENT_FIELDS)
+        return [self.key_points.new_empty(0) if x is None else x for x in found]
+
+    @staticmethod
+    def unflatten(results: list[Tensor]) -> PlanGradients:
+        return PlanGradients(*(x if x.numel() else None for x in results))  # type: ignore[arg-type]
+
+    def of_plan(self) -> tuple[Tensor | None, ...]:
+        """In the order of the fields of a plan."""
+        found = {name: getattr(self, name) for name in GRADIENT_FIELDS}
+        if self.inv_bandwidth is not None:
+            found["inv_bandwidth"] = self.inv_bandwidth.sum(-1)
+        return tuple(found.get(name) for name in PLAN_FIELDS)
+
+
+GRADIENT_FIELDS = tuple(field.name for field in fields(PlanGradients))
+
+
+class PlanKernels:
+    """The plans of some slices on rows of a dtype: launches of the chunk kernels."""
+
+    def __init__(self, plan: Plan, dtype: torch.dtype) -> None:
+        self.plan = plan
+        self.chunks = Chunks.of(plan.key_points, plan.metric, dtype)
+
+    def apply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """Adds ``Σ_l weight_l plan_l x`` to `out`, or to a row per slice if it has slices."""
+        states = chunk_states(self.chunks, self.plan, x, through=True, ties=False)
+        self._apply(self.plan, x, weight, states, out)
+
+    def cross(self, g: Tensor, x: Tensor, out: Tensor) -> None:
+        """``⟨g, plan_l x⟩`` of every slice to `out`, (batch, L)."""
+        chunks, plan = self.chunks, self.plan
+        x_states, _ = chunk_states(chunks, plan, x, through=False, ties=False)
+        g_states, _ = chunk_states(chunks, plan.transposed(), g, through=False, ties=False)
+        totals = chunks.by_chunk(out)
+        chunks.launch(
+            cross_kernel, "cross", x,
+            x, plan.key_order, plan.key_scale, plan.key_points, g, plan.query_order,
+            plan.query_scale, plan.query_points, plan.mid_scale, chunks.table, plan.inv_bandwidth,
+            x_states, g_states, totals, KEYS=x.shape[-2], QUERIES=g.shape[-2],
+            ROWS=chunks.state_rows(ties=False),
+        )  # fmt: skip
+        if chunks.count > 1:
+            torch.sum(totals, -1, out=out)
+
+    def grad(
+        self, g: Tensor, x: Tensor, weight: Tensor, dx: Tensor, dg: Tensor | None,
+        found: PlanGradients,
+    ) -> None:  # fmt: skip
+        """Gradients of ``Σ_l weight_l ⟨g, plan_l x⟩``: adds to dx and dg, writes to `found`."""
+        chunks, plan, transposed = self.chunks, self.plan, self.plan.transposed()
+        x_states = chunk_states(chunks, plan, x, through=True, ties=True)
+        g_states = chunk_states(chunks, transposed, g, through=True, ties=True)
+        totals = None if found.weight is None else chunks.by_chunk(found.weight)
+        by_chunk = of_queries = of_keys = None
+        if found.inv_bandwidth is not None:
+            by_chunk = plan.mid_scale.new_empty(2, chunks.batch, chunks.slices, chunks.count)
+            of_queries, of_keys = by_chunk.unbind(0)
+        self._apply(
+            plan, x, weight, x_states, dg, g, g_states[0], d_points=found.query_points,
+            d_query_scale=found.query_scale, d_mid_scale=found.mid_scale, totals=totals,
+            d_inv_bandwidth=of_queries,
+        )  # fmt: skip
+        self._apply(
+            transposed, g, weight, g_states, dx, x, x_states[0], d_points=found.key_points,
+            d_query_scale=found.key_scale, d_inv_bandwidth=of_keys,
+        )  # fmt: skip
+        if totals is not None and chunks.count > 1:
+            torch.sum(totals, -1, out=found.weight)
+        if found.inv_bandwidth is not None and by_chunk is not None:
+            torch.sum(by_chunk, (0, -1), out=found.inv_bandwidth)
+            if chunks.count > 1:
+                across = self._across_chunks(plan.query_points, x_states[1], g_states[0])
+                across += self._across_chunks(plan.key_points, g_states[1], x_states[0])
+                found.inv_bandwidth.addcmul_(weight, across)
+
+    def _apply(
+        self, plan: Plan, x: Tensor, weight: Tensor,
+        states: tuple[Tensor | None, Tensor | None], out: Tensor | None, g: Tensor | None = None,
+        g_states: Tensor | None = None, *, d_points: Tensor | None = None,
+        d_query_scale: Tensor | None = None, d_mid_scale: Tensor | None = None,
+        totals: Tensor | None = None, d_inv_bandwidth: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """The plan from keys to queries, and with g its gradients on the side of the queries."""
+        name = "rows"
+        if g is not None:
+            few = (out is None or d_mid_scale is None) and d_query_scale is None
+            name = "grad" if few else "all"
+        rows = out if g is None else g
+        assert rows is not None
+        self.chunks.launch(
+            apply_kernel, name, x,
+            x, plan.key_order, plan.key_scale, plan.key_points, plan.query_order,
+            plan.query_scale, plan.query_points, plan.mid_scale, self.chunks.table,
+            plan.inv_bandwidth, weight, *states, out, g, g_states, d_points, d_query_scale,
+            d_mid_scale, totals, d_inv_bandwidth, KEYS=x.shape[-2], QUERIES=rows.shape[-2],
+            ROWS=self.chunks.state_rows(ties=g is not None), ATOMIC=out is None or out.dim() == 3,
+        )  # fmt: skip
+
+    def _across_chunks(self, points: Tensor, x: Tensor | None, y: Tensor | None) -> Tensor:
+        """What distances over whole chunks add to the gradient of `inv_bandwidth`: (batch, L).
+
+        It is the force between what stands left and right of a chunk, known by the states of the
+        two operands, times the distance from the end of the chunk before to its own.
+        """
+        assert x is not None
+        assert y is not None
+        chunks = self.chunks
+        first, last = points[..., :: chunks.span], points[..., chunks.span - 1 :: chunks.span]
+        if chunks.ranks % chunks.span:
+            last = torch.cat([last, points[..., -1:]], -1)
+        before = torch.cat([first[..., :1], last[..., :-1]], -1)
+        span = ((last - first) * self.plan.inv_bandwidth.view(-1, 1, 1)).clamp(max=40)
+        table = exponential_table(chunks.metric, chunks.fp32_rows)
+        (x_left, x_right), (y_left, y_right) = self._directions(x), self._directions(y)
+        meeting = (x_left * y_right + y_left * x_right).sum(-1)
+        force = torch.zeros_like(span)
+        for r, (weight, pole) in enumerate(zip(table.weights, table.poles, strict=True)):
+            # Numbers of Python: a tensor made of them would be copied to the device.
+            passing = torch.exp(span * -pole) * meeting[..., r] * (-weight * pole)
+            force += passing.real if chunks.complex else passing
+        return (force * (last - before)).sum(-1)
+
+    def _directions(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """States from the left and from the right, (batch, L, chunks, poles, width)."""
+        if not self.chunks.complex:
+            return states[..., :1, :].float(), states[..., 1:2, :].float()
+        parts = states.unflatten(-2, (2, -1, 2))
+        left, right = torch.complex(parts[..., 0, :], parts[..., 1, :]).unbind(-3)
+        return left, right
+
+
+def _groups(x: Tensor, plan: Plan, backward: bool = False) -> Iterator[tuple[Group, PlanKernels]]:
+    """Parts of (batch, slices) whose states fit, whole heads or some slices of one, and kernels."""
+    batch, slices, _ = plan.key_points.shape
+    chunks = Chunks.of(plan.key_points, plan.metric, x.dtype)
+    each = chunks.scratch_bytes(x.shape[-1], backward)
+    pairs = max(1, SCRATCH_BYTES[plan.metric] // max(1, each))
+    heads, part = (pairs // slices, slices) if pairs >= slices else (1, pairs)
+    for b in range(0, batch, max(1, heads)):
+        for l in range(0, slices, max(1, part)):
+            group = slice(b, min(b + heads, batch)), slice(l, min(l + part, slices))
+            yield group, PlanKernels(plan.part(group), x.dtype)
+
+
+def _room(out: Tensor, group: Group) -> Tensor:
+    """What a group adds its rows to: `out` itself, or rows of its own slices where it must not
+    matter who comes first.
+    """
+    rows, slices = out[group[0]], group[1]
+    if not torch.are_deterministic_algorithms_enabled():
+        return rows
+    return out.new_zeros(len(rows), slices.stop - slices.start, *out.shape[1:])
+
+
+def _collect(out: Tensor, group: Group, rows: Tensor) -> None:
+    """Brings the rows of a group's slices to `out`, if they are not there yet."""
+    if rows.dim() == 4:
+        out[group[0]] += rows.sum(1)
+
+
+@operator("apply_plans", f"(Tensor value, Tensor weight, SymInt queries, {PLAN_SCHEMA}) -> Tensor")
+def apply_plans(value: Tensor, weight: Tensor, queries: int, *flat: Any) -> Tensor:
+    """``Σ_l weight_l A_lᵀ B_l V``, (batch, queries, d), in the dtype of `value`; a flat plan."""
+    out = value.new_zeros(value.shape[0], queries, value.shape[-1], dtype=torch.float32)
+    for group, kernels in _groups(value, Plan(*flat)):
+        rows = _room(out, group)
+        kernels.apply(value[group[0]], weight[group], rows)
+        _collect(out, group, rows)
+    return out.to(value.dtype)
+
+
+@apply_plans.register_fake
+def _(value: Tensor, weight: Tensor, queries: int, *_: Any) -> Tensor:
+    return value.new_empty(value.shape[0], queries, value.shape[-1])
+
+
+@operator("cross_plans", f"(Tensor query, Tensor key, {PLAN_SCHEMA}) -> Tensor")
+def cross_plans(query: Tensor, key: Tensor, *flat: Any) -> Tensor:
+    """``Σ_i q_i · (A_lᵀ B_l K)_i``: (batch, L); a flat plan."""
+    plan = Plan(*flat)
+    totals = plan.query_points.new_empty(plan.query_points.shape[:2])
+    for group, kernels in _groups(key, plan):
+        kernels.cross(query[group[0]], key[group[0]], totals[group])
+    return totals
+
+
+@cross_plans.register_fake
+def _(query: Tensor, key: Tensor, query_points: Tensor, *_: Any) -> Tensor:
+    return query_points.new_empty(query_points.shape[:2])
+
+
+@operator(
+    "plans_backward",
+    f"(Tensor upstream, Tensor weight, Tensor value, bool with_upstream, bool with_scales, "
+    f"bool with_inv_bandwidth, {PLAN_SCHEMA}) -> Tensor[]",
+)
+def plans_backward(
+    upstream: Tensor, weight: Tensor, value: Tensor, with_upstream: bool, with_scales: bool,
+    with_inv_bandwidth: bool, *flat: Any,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of ``Σ_l weight_l ⟨upstream, plan_l V⟩``, for a flat plan.
+
+    Returns dV, the gradient of `upstream`, and flat `PlanGradients`; what is not there is empty.
+    The gradients of `upstream` and of the weight exclude each other.
+    """
+    plan = Plan(*flat)
+    d_value = torch.zeros_like(value, dtype=torch.float32)
+    d_upstream = torch.zeros_like(upstream, dtype=torch.float32) if with_upstream else None
+    found = PlanGradients.new(plan, not with_upstream, with_inv_bandwidth, with_scales)
+    for group, kernels in _groups(value, plan, backward=True):
+        rows = _room(d_value, group)
+        upstream_rows = None if d_upstream is None else _room(d_upstream, group)
+        kernels.grad(
+            upstream[group[0]], value[group[0]], weight[group], rows, upstream_rows,
+            found.part(group),
+        )  # fmt: skip
+        _collect(d_value, group, rows)
+        if d_upstream is not None and upstream_rows is not None:
+            _collect(d_upstream, group, upstream_rows)
+    d_upstream = value.new_empty(0) if d_upstream is None else d_upstream.to(upstream.dtype)
+    return [d_value.to(value.dtype), d_upstream, *found.flatten()]
+
+
+@plans_backward.register_fake
+def _(
+    upstream: Tensor, weight: Tensor, value: Tensor, with_upstream: bool, with_scales: bool,
+    with_inv_bandwidth: bool, *flat: Any,
+) -> list[Tensor]:  # fmt: skip
+    d_upstream = upstream.new_empty(upstream.shape) if with_upstream else value.new_empty(0)
+    found = PlanGradients.new(Plan(*flat), not with_upstream, with_inv_bandwidth, with_scales)
+    return [value.new_empty(value.shape), d_upstream, *found.flatten()]
+
+
+def _gradients(
+    ctx: Any, upstream: Tensor, weight: Tensor, value: Tensor, with_upstream: bool,
+    tensors: tuple[Any, ...],
+) -> tuple[Tensor, Tensor, PlanGradients]:  # fmt: skip
+    """dV, the gradient of `upstream`, and those of the plan that autograd asks for."""
+    plan_needs = ctx.needs_input_grad[-len(PLAN_FIELDS) :]
+    needs = dict(zip(PLAN_FIELDS, plan_needs, strict=True))
+    d_value, d_upstream, *found = plans_backward(
+        upstream, weight, value, with_upstream, needs["key_scale"] or needs["query_scale"],
+        needs["inv_bandwidth"], *tensors, ctx.metric,
+    )  # fmt: skip
+    return d_value, d_upstream, PlanGradients.unflatten(found)
+
+
+def _apply_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    value, weight, _, *tensors, ctx.metric = inputs
+    ctx.save_for_backward(value, weight, *tensors)
+
+
+@refuse_double_backward("espformer::apply_plans")
+def _apply_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    value, weight, *tensors = ctx.saved_tensors
+    d_value, _, found = _gradients(ctx, grads[0].to(value.dtype), weight, value, False, tensors)
+    return d_value, found.weight, None, *found.of_plan()
+
+
+apply_plans.register_autograd(_apply_backward, setup_context=_apply_setup)
+
+
+def _cross_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.metric = inputs
+    ctx.save_for_backward(*tensors)
+
+
+@refuse_double_backward("espformer::cross_plans")
+def _cross_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, *tensors = ctx.saved_tensors
+    d_key, d_query, found = _gradients(ctx, query, grads[0], key, True, tensors)
+    return d_query, d_key, *found.of_plan()
+
+
+cross_plans.register_autograd(_cross_backward, setup_context=_cross_setup)
+
+
+def attend(problem: Problem, value: Tensor) -> Tensor:
+    """``N · G V``; all NaN in a head that holds one."""
+    batch, metric = value.shape[0], problem.options.metric
+    inv_bandwidth = problem.inv_bandwidth(batch).expand(batch).contiguous()
+    queries, keys = _sorted_sides(problem, inv_bandwidth)
+    coupling = None
+    if not linear.same_lengths(problem):
+        coupling = couple(
+            problem.options.coupling, queries.counts(), keys.counts(), queries.points.shape[-1],
+            keys.points.shape[-1], torch.float32,
+        )  # fmt: skip
+    plan = make_plan(queries, keys, inv_bandwidth, metric, coupling)
+    weights = _slice_weights(problem, queries, keys, plan, coupling)
+    return apply_plans(value, weights, queries.order.shape[-1], *plan.flatten())
+
+
+def _fp32_rows(problem: Problem) -> bool:
+    """Whether rows of queries and keys meet in float32."""
+    return torch.promote_types(problem.query.dtype, problem.key.dtype) == torch.float32
+
+
+def _ranks_halves(problem: Problem) -> bool:
+    """Whether points are sorted as 16-bit words, which shows NaN in all points of its slice."""
+    most = max(problem.query.shape[-2], problem.key.shape[-2])
+    halves = all(x.dtype in (torch.bfloat16, torch.float16) for x in (problem.query, problem.key))
+    return halves and problem.slices is None and problem.scale > 0 and most <= MOST_TOKENS
+
+
+def _sorted_sides(problem: Problem, inv_bandwidth: Tensor) -> tuple[SortedSide, SortedSide]:
+    """Queries and keys, sorted on every slice and normalised."""
+    halves = _ranks_halves(problem)
+    sides = (problem.query, problem.key) if halves else problem.scaled().projections()
+    queries, keys = (
+        _sorted_side(problem, *side, halves, inv_bandwidth)
+        for side in zip(sides, (problem.query_mask, problem.key_mask), strict=True)
+    )
+    return queries, keys
+
+
+def _sorted_side(
+    problem: Problem, x: Tensor, mask: Tensor | None, halves: bool, inv_bandwidth: Tensor
+) -> SortedSide:
+    """One side: points in rank order and in the unit of the temperature, and the scales of κ.
+
+    x are tokens, (batch, N, m), if `halves` are sorted, else projections, (batch, L, N).
+    """
+    if halves:
+        points, order = rank_halves(x, mask, problem.scale)
+    else:
+        ranking = linear.sort_tokens(x, mask)
+        points, order = ranking.points.contiguous(), ranking.order.int()
+    lengths = None if mask is None else mask.sum(-1, dtype=torch.int32)
+    points = problem.in_units(points, None if lengths is None else valid_ranks(points, lengths))
+    arguments = points, lengths, inv_bandwidth, problem.options.metric, _fp32_rows(problem)
+    if problem.options.balance == "rows":
+        return SortedSide(points, order, lengths, row_scales(*arguments), None)
+    scale = balanced_scales(*arguments)
+    return SortedSide(points, order, lengths, scale, scale)
+
+
+def _slice_weights(
+    problem: Problem, queries: SortedSide, keys: SortedSide, plan: Plan, coupling: Coupling | None
+) -> Tensor:
+    """σ of every slice, (batch, L)."""
+    batch, slices, tokens = queries.points.shape
+    costs = None
+    if problem.options.inverse_temperature:
+        centre = problem.centre().squeeze(-2)
+        query, key = problem.query, problem.key
+        both = torch.promote_types(query.dtype, key.dtype)
+        q, q_squares = centre_rows(query.to(both), centre, problem.query_mask, problem.scale)
+        k, k_squares = centre_rows(key.to(both), centre, problem.key_mask, problem.scale)
+        back = None
+        if coupling is not None:
+            back = Coupling(coupling.columns, coupling.rows, coupling.weights, keys.order.shape[-1])
+        norms = _norm_costs(problem, q_squares, queries, keys, plan, coupling)
+        norms = norms + _norm_costs(problem, k_squares, keys, queries, plan, back)
+        costs = torch.sub(norms, cross_plans(q, k, *plan.flatten()), alpha=2)
+        if queries.lengths is None:
+            costs = costs / max(1, tokens)
+        else:
+            costs = costs / queries.lengths.clamp(min=1).unsqueeze(-1)
+    weights = problem.slice_weights(costs)
+    if weights is None:
+        weights = queries.points.new_full((batch, slices), 1 / slices)
+    return weights if _ranks_halves(problem) else weights + problem.nonfinite_marker().unsqueeze(-1)
+
+
+def _norm_costs(
+    problem: Problem, squares: Tensor, side: SortedSide, other: SortedSide, plan: Plan,
+    coupling: Coupling | None,
+) -> Tensor:  # fmt: skip
+    """Squared norms of a side, each times ``Sᵀ T S' 1``, which its token gives away: (batch, L)."""
+    out_scale = side.out_scale
+    if coupling is not None:  # a rank of the other side takes one, or nothing if it is padding
+        out_scale = out_scale * coupling(other.present().unsqueeze(-1)).squeeze(-1)
+    costs: Tensor = norm_costs(
+        squares, side.order, out_scale, side.in_scale, side.points, plan.inv_bandwidth,
+        plan.metric, _fp32_rows(problem),
+    )  # fmt: skip
+    return costs
