@@ -168,11 +168,12 @@ def prepare(
     rows_mask = None if mask is None else mask.movedim(dim, -1).reshape(numbers.shape)
     if rows_mask is not None:
         numbers = numbers.masked_fill(~rows_mask, 0)
-    power = 1 if metric == "absolute" else 2
     numbers, factor = _near_one(numbers)
-    # The length of one unit in these numbers; temperatures of squared distances have its square.
+    # The length of one unit in these numbers. Temperatures of squared distances have it twice; its
+    # square might overflow.
     one = _spread(numbers, rows_mask) if unit == "spread" else factor.squeeze(-1)
-    t = (t * one**power).clamp(LEAST_TEMPERATURE[metric], MOST_TEMPERATURE)
+    t = t * one if metric == "absolute" else t * one * one
+    t = t.clamp(LEAST_TEMPERATURE[metric], MOST_TEMPERATURE)
     return SoftSort(
         name, -numbers if descending else numbers, t, rows_mask, lead, dim,
         metric, balance, hard, straight_through, backend,
