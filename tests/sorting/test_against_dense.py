@@ -1,5 +1,7 @@
 """Every function against its dense formula in float64, with every gradient."""
 
+from functools import partial
+
 import hypothesis
 import pytest
 import scipy.stats
@@ -93,12 +95,12 @@ def test_ranks_quantiles_and_weights(count, t, setting):
     limit = tolerance(setting) * 10
     pairs = [
         (sorting.soft_rank, dense.rank),
-        (lambda x, **o: sorting.soft_quantile(x, 0.3, **o), lambda x, **o: dense.quantile(x, 0.3, **o)),
-        (sorting.soft_median, lambda x, **o: dense.quantile(x, 0.5, **o)),
-        (lambda x, **o: sorting.soft_topk(x, 1, **o), lambda x, **o: dense.topk(x, 1, **o)),
-        (lambda x, **o: sorting.soft_topk(x, count, **o), lambda x, **o: dense.topk(x, count, **o)),
+        (partial(sorting.soft_quantile, q=0.3), partial(dense.quantile, q=0.3)),
+        (sorting.soft_median, partial(dense.quantile, q=0.5)),
+        (partial(sorting.soft_topk, k=1), partial(dense.topk, k=1)),
+        (partial(sorting.soft_topk, k=count), partial(dense.topk, k=count)),
         (sorting.soft_permutation, dense.sort_matrix),
-    ]  # fmt: skip
+    ]
     for ours, theirs in pairs:
         assert_same(
             lambda x, t, f=ours: f(x, temperature=t, **setting),
@@ -108,7 +110,7 @@ def test_ranks_quantiles_and_weights(count, t, setting):
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=ids)
-@pytest.mark.parametrize("t", (0.03, 0.3))
+@pytest.mark.parametrize("t", [0.03, 0.3])
 def test_spearman(t, setting):
     x, y, t = numbers(60), numbers(60, 1), torch.tensor(t, dtype=torch.float64)
     y = y + x
@@ -157,13 +159,10 @@ def test_backends_agree(backend, hard, masked):
     x, values = torch.randn(3, 40), torch.randn(3, 40, 2)
     mask = torch.rand(3, 40) < 0.7 if masked else None
     for function in (sorting.soft_sort, sorting.soft_unsort):
-        options = {"mask": mask, "hard": hard, "temperature": 0.2}
-        got = with_gradients(
-            lambda x, v, f=function: f(x, v, backend=backend, **options), x, values
-        )
-        want = with_gradients(
-            lambda x, v, f=function: f(x, v, backend="dense", **options), x.double(), values.double()
-        )  # fmt: skip
+        ours = partial(function, mask=mask, hard=hard, temperature=0.2, backend=backend)
+        oracle = partial(function, mask=mask, hard=hard, temperature=0.2, backend="dense")
+        got = with_gradients(ours, x, values)
+        want = with_gradients(oracle, x.double(), values.double())
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=2e-5)
 

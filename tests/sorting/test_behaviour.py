@@ -1,5 +1,7 @@
 """Shapes, dtypes, padding, extremes, NaN, straight-through, compilers, and errors in words."""
 
+import itertools
+
 import pytest
 import scipy.stats
 import torch
@@ -64,39 +66,50 @@ def test_sums(balance):
         assert 0 <= weights.min() <= weights.max() <= 1 + 1e-5
 
 
+def padded_rows() -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and masks that are symmetric, since correlations pair a row with its mirror image."""
+    mask = torch.rand(3, 12) < 0.8
+    mask[:, 0] = True
+    mask &= mask.flip(-1)
+    return torch.randn(3, 12, dtype=torch.float64).masked_fill(~mask, torch.nan), mask
+
+
+@pytest.mark.parametrize("name", ["soft_rank", "soft_topk"])
+def test_padded_tokens_are_as_if_absent(name):
+    x, mask = padded_rows()
+    got = FUNCTIONS[name](x, mask=mask)
+    for row, taken, out in zip(x, mask, got, strict=True):
+        torch.testing.assert_close(out[taken], FUNCTIONS[name](row[taken]))
+        assert not out[~taken].any()
+
+
+def test_padded_ranks_come_last():
+    x, mask = padded_rows()
+    ranked, matrix = sorting.soft_sort(x, mask=mask), sorting.soft_permutation(x, mask=mask)
+    for row, taken, out, a in zip(x, mask, ranked, matrix, strict=True):
+        count = int(taken.sum())
+        torch.testing.assert_close(out[:count], sorting.soft_sort(row[taken]))
+        assert not out[count:].any()
+        alone = sorting.soft_permutation(row[taken])
+        torch.testing.assert_close(a[:count, taken], alone)
+        torch.testing.assert_close(a.sum(), alone.sum())
+
+
+@pytest.mark.parametrize("name", ["spearman", "soft_quantile", "soft_median"])
+def test_padded_rows_have_the_numbers_of_what_is_left(name):
+    x, mask = padded_rows()
+    alone = [FUNCTIONS[name](row[taken]) for row, taken in zip(x, mask, strict=True)]
+    torch.testing.assert_close(FUNCTIONS[name](x, mask=mask), torch.stack(alone))
+
+
 @every
-def test_a_padded_row_is_as_if_alone(function):
-    x = torch.randn(3, 12, dtype=torch.float64)
-    mask = torch.rand(3, 12) < 0.6
-    mask[:, 0] = mask[:, -1] = True
-    mask &= mask.flip(-1)  # correlations pair a row with its mirror image
-    x = x.masked_fill(~mask, torch.nan)
-    leaf = x.clone().requires_grad_()
-    got = function(leaf, mask=mask, **({"reduction": "none"} if "loss" in str(function) else {}))
-    for row, taken, out in zip(x, mask, got if got.dim() else got.expand(3), strict=True):
-        alone = function(row[taken])
-        if function is FUNCTIONS["spearman_loss"]:
-            continue  # a mean over rows, checked below
-        if function is sorting.soft_sort:
-            torch.testing.assert_close(out[: taken.sum()], alone)
-            assert not out[taken.sum() :].any()
-        elif function is sorting.soft_permutation:
-            torch.testing.assert_close(out[: taken.sum(), taken], alone)
-            torch.testing.assert_close(out.sum(), alone.sum())
-        elif function is FUNCTIONS["soft_unsort"]:
-            continue  # rows of ranks, not of tokens: see the test of the matrix
-        elif out.dim():
-            torch.testing.assert_close(out[taken], alone)
-            assert not out[~taken].any()
-        else:
-            torch.testing.assert_close(out, alone)
-    if function is FUNCTIONS["spearman_loss"]:
-        alone = [function(row[taken]) for row, taken in zip(x, mask, strict=True)]
-        torch.testing.assert_close(got, torch.stack(alone).mean())
-    if function is not FUNCTIONS["soft_unsort"]:
-        got.sum().backward()
-        assert leaf.grad.isfinite().all()
-        assert not leaf.grad[~mask].any()
+def test_padding_gets_no_gradient(function):
+    x, mask = padded_rows()
+    x.requires_grad_()
+    function(x, mask=mask).sum().backward()
+    if function is not FUNCTIONS["soft_unsort"]:  # there x is also a row for each rank
+        assert not x.grad[~mask].any()
+        assert x.grad.isfinite().all()
 
 
 @every
@@ -126,31 +139,31 @@ def test_dtypes(function, dtype):
     assert leaf.grad.isfinite().all()
 
 
+EXTREMES = {
+    "one": [0.7],
+    "equal": [0.1] * 40,
+    "zeros": [0.0] * 3,
+    "tiny": [1e-30, 2e-30, -3e-30],
+    "huge": [1e30, 2e30, -3e38],
+    "outlier": [1.0, 1.0, 1.0, 1e20],
+    "near": [1 / 3 + i * 1e-7 for i in range(40)],
+}
+
+
 @every
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("t", [1e-30, 1e-8, 1e8, 1e30])
+@pytest.mark.parametrize("case", EXTREMES)
 @pytest.mark.parametrize("metric", ["absolute", "squared"])
-@pytest.mark.parametrize(
-    "x",
-    [
-        [0.7],
-        [0.1] * 40,
-        [0.0] * 3,
-        [1e-30, 2e-30, -3e-30],
-        [1e30, 2e30, -3e30],
-        [1.0, 1.0, 1.0, 1e20],
-        [1 / 3 + i * 1e-7 for i in range(40)],
-    ],
-    ids=["one", "equal", "zeros", "tiny", "huge", "outlier", "near"],
-)
-def test_extremes_stay_finite(function, x, t, metric, dtype):
-    x = torch.tensor(x, dtype=dtype, requires_grad=True)
-    temperature = torch.tensor(t, dtype=dtype, requires_grad=True)
-    for unit in ("spread", "absolute"):
+def test_extremes_stay_finite(function, case, metric):
+    settings = itertools.product(
+        (1e-30, 1e-8, 1e8, 1e30), ("spread", "absolute"), (torch.float32, torch.float64)
+    )
+    for t, unit, dtype in settings:
+        x = torch.tensor(EXTREMES[case], dtype=dtype, requires_grad=True)
+        temperature = torch.tensor(t, dtype=dtype, requires_grad=True)
         out = function(x, temperature=temperature, metric=metric, unit=unit)
-        assert out.isfinite().all()
+        assert out.isfinite().all(), (t, unit, dtype)
         grads = torch.autograd.grad(out.sum(), (x, temperature), allow_unused=True)
-        assert all(g is None or g.isfinite().all() for g in grads)
+        assert all(g is None or g.isfinite().all() for g in grads), (t, unit, dtype)
 
 
 @pytest.mark.parametrize("metric", ["absolute", "squared"])
