@@ -25,6 +25,7 @@ def sort_matrix(
     if unit == "spread":
         spread = x.std(correction=0)
         x = x / torch.where(spread > 0, spread, 1)
+        temperature = temperature if metric == "absolute" else temperature**2
     distance = (x[order].unsqueeze(-1) - x).abs()
     if metric == "squared":
         distance = distance.square()

@@ -50,9 +50,10 @@ def soft_sort(
         descending: largest first.
         temperature: t > 0, how soft the sort is: a number, or a tensor that broadcasts to the shape
             of x without `dim`, one for each row.
-        unit: ``"spread"``: distances are measured in standard deviations of the row, so that the
-            same t is as soft for numbers of any scale, and for few or many of one distribution;
-            gradients flow through it. ``"absolute"``: distances as they are.
+        unit: ``"spread"``: t is a share of the standard deviation of the row, the width over which
+            numbers mix, with either metric, so that the same t is as soft for numbers of any scale,
+            and for few or many of one distribution; gradients flow through it. ``"absolute"``: t
+            is a distance, or a squared one.
         metric: ``"absolute"``, ``dist = |s - x|`` (exact), or ``"squared"``, a sum of a few
             exponentials, within 2e-7 in float32 and 3e-11 in float64 of every pair's kernel.
         balance: ``"rows"``: rows of A sum to one. ``"both"``: columns do too, within about 1e-6.

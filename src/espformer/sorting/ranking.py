@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Unpack
 
 import torch
@@ -51,11 +50,11 @@ def soft_rank(
 
 def ranks(sort: SoftSort) -> Tensor:
     """:func:`soft_rank` of rows: (batch, N)."""
-    share = float(sort.straight_through)
-    if share and not sort.hard:
-        soft = _ranks(replace(sort, straight_through=False))
+    share = float(sort.options.straight_through)
+    if share and not sort.options.hard:
+        soft = _ranks(sort.with_options(straight_through=False))
         with torch.no_grad():
-            hard = _ranks(replace(sort, hard=True, straight_through=share))
+            hard = _ranks(sort.with_options(hard=True))
         return pass_through(soft, hard, share)
     return _ranks(sort)
 
@@ -66,7 +65,7 @@ def _ranks(sort: SoftSort) -> Tensor:
     # Of ranks around zero sums do not cancel, and near one they leave no precision unused.
     numbered = (sort.positions + 1 - middle) / scale
     columns = torch.stack([numbered, torch.ones_like(numbered)], -1)
-    moment, mass = sort.with_ties_averaged().unsort(columns).unbind(-1)
+    moment, mass = sort.with_options(ties="average").unsort(columns).unbind(-1)
     if sort.mask is None:
         return middle + scale * moment / mass
     expected = middle + scale * moment / mass.masked_fill(~sort.mask, 1)

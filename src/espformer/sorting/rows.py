@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from espformer.functional.arguments import check_temperature, one_of
+from espformer.functional.arguments import flat_temperature, one_of
 from espformer.functional.esp import attend
 from espformer.ops.common.masks import zero_padding
-from espformer.ops.esp.exponentials import METRICS
-from espformer.ops.esp.problem import BALANCES, LEAST_TEMPERATURE, Problem
+from espformer.ops.esp.options import OPTIONS, UNITS, ESPOptions
+from espformer.ops.esp.problem import LEAST_TEMPERATURE, Problem, spread
 
-UNITS = ("spread", "absolute")
 SPACING = 1024.0  # of ranks, in widths of the kernel
 MOST_TEMPERATURE = 1e25  # all numbers are equal to that; times SPACING and N, still a float32
 
@@ -47,16 +46,11 @@ class SoftSort:
 
     name: str  # of the function that was called, for errors
     numbers: Tensor  # (batch, N), in float32 or float64
-    temperature: Tensor  # (batch,), of these numbers, in the units they have
     mask: Tensor | None  # (batch, N), True = takes part
     lead: torch.Size  # the shape of the rows, without the dimension that is sorted
     dim: int  # which dimension that is, not negative
-    metric: str
-    balance: str
-    hard: bool
-    straight_through: bool | float
+    options: ESPOptions  # with a temperature (batch,) in the unit of these numbers
     backend: str
-    ties: str = "stable"
 
     @property
     def count(self) -> int:
@@ -82,29 +76,30 @@ class SoftSort:
         """``Aᵀ Y``: rows of ranks (batch, N, d) to rows of tokens; padding is zero."""
         return self._attend(zero_padding(rows, self._taken_ranks()), "key")
 
-    def with_ties_averaged(self) -> SoftSort:
-        """The same; should it be hard, tokens that tie share their ranks, as in a soft sort."""
-        return replace(self, ties="average")
+    def with_options(self, **changes: Any) -> SoftSort:
+        """The same numbers with other options."""
+        return replace(self, options=replace(self.options, **changes))
 
     def _taken_ranks(self) -> Tensor | None:
         return None if self.mask is None else self.positions < self.lengths
 
     def _attend(self, rows: Tensor, identity_side: str) -> Tensor:
-        width = self.temperature.detach() ** (1.0 if self.metric == "absolute" else 0.5)
+        t, metric = self.options.sort_temperature, self.options.metric
+        assert isinstance(t, Tensor)
+        width = t.detach() if metric == "absolute" else t.detach().sqrt()
         tokens = self.numbers, self.mask
         ranks = self.positions * (SPACING * width).unsqueeze(-1), self._taken_ranks()
         sides = (ranks, tokens) if identity_side == "query" else (tokens, ranks)
         (query, query_mask), (key, key_mask) = sides
         problem = Problem(
-            query.unsqueeze(-1), key.unsqueeze(-1), 1.0, self.temperature, inverse_temperature=0.0,
-            metric=self.metric, balance=self.balance, hard=self.hard, ties=self.ties,
-            coupling="identity", query_mask=query_mask, key_mask=key_mask,
+            query.unsqueeze(-1),
+            key.unsqueeze(-1),
+            self.options,
+            query_mask=query_mask,
+            key_mask=key_mask,
             identity_side=identity_side,
-        )  # fmt: skip
-        return attend(
-            self.name, problem, rows.to(self.numbers.dtype),
-            straight_through=self.straight_through, backend=self.backend,
-        )  # fmt: skip
+        )
+        return attend(self.name, problem, rows.to(self.numbers.dtype), self.backend)
 
     def flatten(self, label: str, values: Tensor) -> tuple[Tensor, torch.Size]:
         """Values of shape ``x.shape + trailing`` as (batch, N, d), and the trailing shape."""
@@ -153,31 +148,37 @@ def prepare(
 ) -> SoftSort:
     """Checks what was passed and brings it to rows of numbers near one and their temperatures."""
     one_of(name, "unit", unit, UNITS)
-    one_of(name, "metric", metric, METRICS)
-    one_of(name, "balance", balance, BALANCES)
+    options = ESPOptions(
+        temperature_unit="absolute", metric=metric, balance=balance, hard=hard, scale=1.0,
+        straight_through=straight_through, inverse_temperature=0.0, coupling="identity",
+    )  # fmt: skip
+    options.check(name)
+    wrong = OPTIONS["sort_temperature"].metadata["check"](temperature)
+    if wrong is not None:
+        raise ValueError(f"{name}: temperature {wrong}")
     dim = _check_numbers(name, x, dim)
     mask = _check_mask(name, x, mask)
-    numbers = x.movedim(dim, -1)
-    lead = numbers.shape[:-1]
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    t = check_temperature(
+
+    rows = x.movedim(dim, -1)
+    lead, dtype = rows.shape[:-1], torch.float64 if x.dtype == torch.float64 else torch.float32
+    t = flat_temperature(
         name, "temperature", temperature, x.device, dtype, lead,
         "its shape is that of x without the dimension that is sorted",
     )  # fmt: skip
-    numbers = numbers.reshape(-1, x.shape[dim]).to(dtype)
-    rows_mask = None if mask is None else mask.movedim(dim, -1).reshape(numbers.shape)
-    if rows_mask is not None:
-        numbers = numbers.masked_fill(~rows_mask, 0)
-    numbers, factor = _near_one(numbers)
-    # The length of one unit in these numbers. Temperatures of squared distances have it twice; its
-    # square might overflow.
-    one = _spread(numbers, rows_mask) if unit == "spread" else factor.squeeze(-1)
-    t = t * one if metric == "absolute" else t * one * one
+    rows = rows.reshape(-1, x.shape[dim]).to(dtype)
+    if mask is not None:
+        mask = mask.movedim(dim, -1).reshape(rows.shape)
+        rows = rows.masked_fill(~mask, 0)
+    rows, factor = _near_one(rows)
+    if unit == "spread":  # t is a width
+        width = t * spread(rows.unsqueeze(1), None if mask is None else mask.unsqueeze(1)).flatten()
+        t = width if metric == "absolute" else width.square()
+    else:  # twice, since the square of the factor might overflow
+        t = t * factor.squeeze(-1)
+        t = t if metric == "absolute" else t * factor.squeeze(-1)
     t = t.clamp(LEAST_TEMPERATURE[metric], MOST_TEMPERATURE)
-    return SoftSort(
-        name, -numbers if descending else numbers, t, rows_mask, lead, dim,
-        metric, balance, hard, straight_through, backend,
-    )  # fmt: skip
+    options = replace(options, sort_temperature=t)
+    return SoftSort(name, -rows if descending else rows, mask, lead, dim, options, backend)
 
 
 def _near_one(numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,25 +190,6 @@ def _near_one(numbers: Tensor) -> tuple[Tensor, Tensor]:
     exponent = torch.frexp(largest).exponent.clamp(-100, 100)
     factor = torch.exp2(-exponent.to(numbers.dtype))
     return numbers * factor, factor
-
-
-def _spread(numbers: Tensor, mask: Tensor | None) -> Tensor:
-    """The standard deviation of the numbers of each row that take part, (batch,).
-
-    Zero, without a gradient, where they are all equal; one where there is none, for rows that hold
-    NaN: these come out as NaN anyway.
-    """
-    if mask is None:
-        deviations = numbers - numbers.mean(-1, keepdim=True)
-        variance = deviations.square().mean(-1)
-    else:
-        count = mask.sum(-1, dtype=numbers.dtype).clamp(min=1)
-        mean = numbers.sum(-1) / count  # padding holds zeros
-        deviations = (numbers - mean.unsqueeze(-1)).masked_fill(~mask, 0)
-        variance = deviations.square().sum(-1) / count
-    equal = variance == 0
-    spread = variance.masked_fill(equal, 1).sqrt().masked_fill(equal, 0)
-    return spread.masked_fill(~spread.isfinite(), 1)
 
 
 def _check_numbers(name: str, x: Tensor, dim: int) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 from espformer.functional.arguments import make_problem
 from espformer.ops.esp import linear
 from espformer.ops.esp.coupling import couple
+from espformer.ops.esp.options import Options
 from espformer.ops.esp.problem import Problem
 
 
@@ -66,20 +67,20 @@ def sliced_wasserstein(
     q, k = problem.projections()
     a, b = linear.sort_tokens(q, problem.query_mask), linear.sort_tokens(k, problem.key_mask)
     if q.shape == k.shape and x_mask is None and y_mask is None:
-        powers = (a.values - b.values).abs().pow(p).mean((-2, -1))
+        powers = (a.points - b.points).abs().pow(p).mean((-2, -1))
     else:
-        ranks = a.values.shape[-1], b.values.shape[-1]
+        ranks = a.points.shape[-1], b.points.shape[-1]
         pairs = couple("quantile", a.lengths, b.lengths, *ranks, problem.dtype)
         count = q.shape[-2]
         ends = (
-            side.values.gather(-1, index.unsqueeze(1).expand(-1, count, -1))
+            side.points.gather(-1, index.unsqueeze(1).expand(-1, count, -1))
             for side, index in ((a, pairs.rows), (b, pairs.columns))
         )
         distances = torch.sub(*ends).abs().pow(p) * pairs.weights.unsqueeze(1)
         powers = distances.sum(-1).mean(-1) / a.lengths.clamp(min=1)
     zero = powers == 0
     distance = powers.masked_fill(zero, 1).pow(1 / p).masked_fill(zero, 0)
-    return (distance + problem.poison()).to(x.dtype).view(lead)
+    return (distance + problem.nonfinite_marker()).to(x.dtype).view(lead)
 
 
 def sliced_plan(
@@ -122,9 +123,9 @@ def sliced_plan(
     keys = linear.rank_tokens(k, problem.key_mask)
     matches = keys.order.gather(-1, queries.ranks)
     cost = linear.slice_costs(
-        problem.query, problem.key, queries, keys, problem.inverse_width(), None, problem
+        problem.query, problem.key, queries, keys, problem.inv_bandwidth(), None, problem
     )
-    cost = (cost + problem.poison().unsqueeze(-1)).clamp(min=0).to(x.dtype)
+    cost = (cost + problem.nonfinite_marker().unsqueeze(-1)).clamp(min=0).to(x.dtype)
     return SlicedPlan(matches.view(*lead, *matches.shape[1:]), cost.view(*lead, -1))
 
 
@@ -138,9 +139,9 @@ def _problem(
             raise ValueError(f"{name}: slices must be at least 1, got {slices}")
         drawn = torch.randn(slices, x.shape[-1], device=x.device, dtype=torch.float32)
         slices = torch.nn.functional.normalize(drawn, dim=-1)
+    options: Options = {"hard": True, "scale": 1.0}
     problem, lead = make_problem(
-        name, x, y, None, sort_temperature=1.0, inverse_temperature=0.0, metric="absolute",
-        balance="rows", hard=True, ties="stable", coupling="quantile", slices=slices,
-        query_mask=x_mask, key_mask=y_mask, scale=1.0, slice_dropout=0.0,
+        name, x, y, None, options, slices=slices, slice_logits=None, query_mask=x_mask,
+        key_mask=y_mask,
     )  # fmt: skip
     return problem.scaled(), lead
