@@ -38,7 +38,7 @@ from espformer.lab.bench.report import file_stem
 
 LENGTHS, BATCHES, WIDTH = (100, 1_000, 10_000, 100_000, 1_000_000), (1, 64), 8
 TEMPERATURE = 0.1  # shares of the spread, which is one here
-SECONDS, GIGABYTES = 60.0, 12.0  # limits of one measurement
+SECONDS, GIGABYTES = 30.0, 8.0  # limits of one measurement
 DENSE_ORACLE = 1e8  # entries of all matrices: up to here the oracle is the dense formula
 TOLERANCE, PEER_TOLERANCE = 1e-3, 1e-2
 
