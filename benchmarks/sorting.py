@@ -33,8 +33,8 @@ from benchmarks.measure import Company, print_table, write_results
 from benchmarks.memory import resident_peak
 from espformer import sorting
 from espformer.lab.bench.cases import largest_error
-from espformer.lab.bench.conditions import machine
-from espformer.lab.bench.report import file_stem
+from espformer.lab.bench.tables import file_stem
+from espformer.lab.machine import machine
 
 LENGTHS, BATCHES, WIDTH = (100, 1_000, 10_000, 100_000, 1_000_000), (1, 64), 8
 TEMPERATURE = 0.1  # shares of the spread, which is one here
