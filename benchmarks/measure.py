@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,8 +43,9 @@ class Row:
         return self.verdict == "FAILED"
 
 
-def header() -> list[str]:
-    return [field.name.replace("_", " ") for field in fields(Row)]
+def header(rows: Sequence[Any]) -> list[str]:
+    """The names of the columns: those of the fields of a row, a dataclass."""
+    return [field.name.replace("_", " ") for field in fields(rows[0])]
 
 
 def verdict(met: bool, error: float | None = None, tolerance: float = TOLERANCE) -> str:
@@ -82,25 +84,25 @@ def conditions(module: str, **more: object) -> dict[str, str]:
     return stated | {key: str(value) for key, value in more.items()}
 
 
-def print_table(rows: Sequence[Row], stated: dict[str, str]) -> None:
-    for line in aligned_table(header(), [[str(cell) for cell in astuple(row)] for row in rows]):
+def print_table(rows: Sequence[Any], stated: dict[str, str]) -> None:
+    for line in aligned_table(header(rows), [[str(cell) for cell in astuple(row)] for row in rows]):
         print(line)
     print()
     for key, value in stated.items():
         print(f"{key}: {value}")
 
 
-def write_results(name: str, title: str, rows: Sequence[Row], stated: dict[str, str]) -> list[Path]:
+def write_results(name: str, title: str, rows: Sequence[Any], stated: dict[str, str]) -> list[Path]:
     """``results/name.md`` for people and ``results/name.csv`` for programs."""
     RESULTS.mkdir(exist_ok=True)
     markdown, table = RESULTS / f"{name}.md", RESULTS / f"{name}.csv"
     cells = [[str(cell) for cell in astuple(row)] for row in rows]
     lines = [f"# {title}", ""]
     lines += [f"- {key}: {value}" for key, value in stated.items()]
-    lines += ["", *markdown_table(header(), cells)]
+    lines += ["", *markdown_table(header(rows), cells)]
     markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
     with table.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow([*header(), *stated])
+        writer.writerow([*header(rows), *stated])
         writer.writerows([*line, *stated.values()] for line in cells)
     return [markdown, table]

@@ -21,7 +21,7 @@ KERNELS = sorted([*PACKAGE.glob("ops/*/triton.py"), *PACKAGE.glob("ops/*/triton/
 LAYERS = (
     {"ops"},
     {"functional"},
-    {"nn"},
+    {"nn", "sorting"},
     {"models", "integrations"},
     {"lab"},
 )
@@ -139,7 +139,8 @@ def test_core_needs_torch_alone():
         import espformer
 
         root = pathlib.Path(espformer.__file__).parent
-        for pattern in ("ops/*.py", "ops/*/*.py", "functional*.py", "nn/**/*.py", "models/**/*.py"):
+        core = "ops/*.py", "ops/*/*.py", "functional*.py", "nn/**/*.py", "models/**/*.py"
+        for pattern in (*core, "sorting/*.py"):
             for path in sorted(root.glob(pattern)):
                 if path.name == "triton.py":  # imported when a GPU is to be used
                     continue

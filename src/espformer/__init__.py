@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from espformer import functional, nn
+from espformer import functional, nn, sorting
 from espformer.functional import esp_attention, esp_plan, sinkhorn_attention, sinkhorn_plan
 from espformer.nn import anneal, harden, set_sort_temperature, set_straight_through, soften
 
@@ -29,6 +29,7 @@ __all__ = [
     "sinkhorn_attention",
     "sinkhorn_plan",
     "soften",
+    "sorting",
 ]
 
 

@@ -90,7 +90,7 @@ def test_the_operator_keeps_the_rules_of_torch():
     settings = [getattr(options, name) for name in KERNEL_OPTIONS]
     arguments = (
         query, key, value, None, torch.randn(2, 4).double(), torch.tensor([0.1, 0.3]).double(),
-        mask, mask, None, True, *settings,
+        mask, mask, None, True, "", *settings,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.espformer.linear, arguments)
     upstream = torch.ones_like(value).detach()

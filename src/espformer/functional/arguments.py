@@ -49,9 +49,13 @@ def make_problem(
     if chosen.slice_dropout:
         draw = torch.rand(q.shape[0], count, device=q.device)
         keep = (draw >= chosen.slice_dropout) | (draw == draw.amax(-1, keepdim=True))
+    temperature = flat_temperature(
+        name, "sort_temperature", chosen.sort_temperature, q.device, dtype, lead,
+        "for one temperature per head its shape is (heads,)",
+    )  # fmt: skip
     chosen = replace(
         chosen,
-        sort_temperature=_temperature(name, chosen.sort_temperature, q.device, dtype, lead),
+        sort_temperature=temperature,
         scale=query.shape[-1] ** -0.5 if chosen.scale is None else chosen.scale,
     )
     logits = _slice_logits(name, slice_logits, count, q.device, dtype, lead)
@@ -125,24 +129,25 @@ def _check_tokens(name: str, query: Tensor, key: Tensor, value: Tensor | None) -
         raise ValueError(f"{name}: leading dimensions do not agree: {shapes}") from None
 
 
-def _temperature(
-    name: str, t: float | Tensor, device: torch.device, dtype: torch.dtype, lead: torch.Size
-) -> float | Tensor:
+def flat_temperature(
+    name: str, argument: str, t: float | Tensor, device: torch.device, dtype: torch.dtype,
+    lead: torch.Size, advice: str,
+) -> float | Tensor:  # fmt: skip
+    """A number as it is; a tensor with all leading dimensions as one, (batch,)."""
     if not isinstance(t, Tensor):
         return float(t)
     # On a GPU the values are not looked at: that would wait for the device.
     looked_at = t.device.type == "cpu" and not (torch.compiler.is_compiling() or _transformed())
     if looked_at and not bool((t > 0).all()):
         raise ValueError(
-            f"{name}: sort_temperature must be > 0 everywhere, got {t} (for hard sorting pass "
-            "hard=True)"
+            f"{name}: {argument} must be > 0 everywhere, got {t} (for hard sorting pass hard=True)"
         )
     try:
         return t.to(device, dtype).expand(lead).reshape(-1)
     except RuntimeError:
         raise ValueError(
-            f"{name}: sort_temperature of shape {tuple(t.shape)} does not broadcast to the leading "
-            f"dimensions {tuple(lead)}; for one temperature per head its shape is (heads,)"
+            f"{name}: {argument} of shape {tuple(t.shape)} does not broadcast to the leading "
+            f"dimensions {tuple(lead)}; {advice}"
         ) from None
 
 

@@ -102,11 +102,19 @@ def esp_attention(
         query_mask=query_mask, key_mask=key_mask,
         attn_mask=attn_mask, is_causal=is_causal,
     )  # fmt: skip
-    with _without_autocast(query.device):
-        rows = zero_padding(flat(value, lead), problem.key_mask)
-        module = _backend(name, backend, query, key, value)
-        out = _run(module, problem, lambda b, p: b.attend(p, rows))
+    rows = zero_padding(flat(value, lead), problem.key_mask)
+    out = attend(name, problem, rows, backend)
     return out.to(value.dtype).view(*lead, *out.shape[-2:])
+
+
+def attend(name: str, problem: Problem, rows: Tensor, backend: str) -> Tensor:
+    """``N · G V`` of a checked problem, by the backend that is asked for: (batch, N, d).
+
+    Rows of values, (batch, M, d), are zero where they are padding.
+    """
+    with _without_autocast(rows.device):
+        module = _backend(name, backend, problem.query, problem.key, rows)
+        return _run(module, problem, lambda b, p: b.attend(p, rows))
 
 
 @takes_options
@@ -155,12 +163,18 @@ def _run(module: ModuleType, problem: Problem, compute: Callable[[Any, Problem],
     if share and not problem.options.hard:
         with torch.no_grad():
             hard = compute(module, problem.with_options(hard=True))
-            mixed = hard if share == 1 else torch.lerp(out, hard, share)
-        compiling = torch.compiler.is_compiling()
-        passing = _StraightThrough if compiling else _StraightThroughBothWays
-        out = passing.apply(out, mixed)
+        out = pass_through(out, hard, share)
     if module in (linear, reference):  # the kernels put it in the weights of the slices
         out = zero_padding(out + problem.nonfinite_marker().view(-1, 1, 1), problem.query_mask)
+    return out
+
+
+def pass_through(soft: Tensor, hard: Tensor, share: float = 1.0) -> Tensor:
+    """A mix with this share of `hard`, and the gradient of `soft`."""
+    mixed = hard if share == 1 else torch.lerp(soft.detach(), hard, share)
+    compiling = torch.compiler.is_compiling()
+    passing = _StraightThrough if compiling else _StraightThroughBothWays
+    out: Tensor = passing.apply(soft, mixed)
     return out
 
 

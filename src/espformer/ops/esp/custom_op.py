@@ -29,7 +29,7 @@ MASKS = "Tensor? query_mask, Tensor? key_mask, Tensor? keep, bool one_mask"
 SETTINGS = ", ".join(
     f"{'float' if name == 'scale' else OPTIONS[name].type} {name}" for name in KERNEL_OPTIONS
 )
-SCHEMA = f"{OPERANDS}, {MASKS}, {SETTINGS}"
+SCHEMA = f"{OPERANDS}, {MASKS}, str identity_side, {SETTINGS}"
 DIFFERENTIABLE, TENSORS = 6, 9  # the first so many arguments
 
 
@@ -106,7 +106,7 @@ def _arguments(problem: Problem, value: Tensor) -> tuple[Any, ...]:
     return (
         problem.query, problem.key, value, problem.slices, problem.slice_logits,
         problem.temperatures(), problem.query_mask, problem.key_mask, problem.keep,
-        problem.query_mask is problem.key_mask,
+        problem.query_mask is problem.key_mask, problem.identity_side,
         *(getattr(problem.options, name) for name in KERNEL_OPTIONS),
     )  # fmt: skip
 
@@ -114,10 +114,13 @@ def _arguments(problem: Problem, value: Tensor) -> tuple[Any, ...]:
 def _problem(
     query: Tensor, key: Tensor, value: Tensor, slices: Tensor | None, slice_logits: Tensor | None,
     sort_temperature: Tensor, query_mask: Tensor | None, key_mask: Tensor | None,
-    keep: Tensor | None, one_mask: bool, *settings: Any,
+    keep: Tensor | None, one_mask: bool, identity_side: str, *settings: Any,
 ) -> tuple[Problem, Tensor]:  # fmt: skip
     """The problem and the values of `_arguments`."""
     chosen = dict(zip(KERNEL_OPTIONS, settings, strict=True))
     options = ESPOptions(sort_temperature=sort_temperature, **chosen)
     key_mask = query_mask if one_mask else key_mask
-    return Problem(query, key, options, slices, slice_logits, query_mask, key_mask, keep), value
+    problem = Problem(
+        query, key, options, slices, slice_logits, query_mask, key_mask, keep, identity_side
+    )
+    return problem, value

@@ -41,6 +41,7 @@ class Ranking(NamedTuple):
     ranks: Tensor  # (batch, L, N): the rank of each token
     valid: Tensor | None  # (batch, 1, N): ranks that are no padding
     lengths: Tensor  # (batch,)
+    identity: bool = False  # the soft sort is the identity, and the tokens stand in order
 
     def group(self, part: slice, points: Tensor) -> Ranking:
         """Some of the slices, with the points that gradients shall flow to."""
@@ -76,6 +77,18 @@ def sort_tokens(projections: Tensor, mask: Tensor | None) -> Ranking:
     return Ranking(points, order, order, valid, lengths)
 
 
+def in_order(projections: Tensor, mask: Tensor | None) -> Ranking:
+    """The ranking of an `identity_side`, which nobody needs to sort."""
+    batch, slices, tokens = projections.shape
+    positions = torch.arange(tokens, device=projections.device)
+    if mask is None:
+        valid, lengths = None, positions.new_full((batch,), tokens)
+    else:
+        valid, lengths = mask.unsqueeze(1), mask.sum(-1)
+    order = positions.expand(batch, slices, tokens)
+    return Ranking(projections, order, order, valid, lengths, identity=True)
+
+
 class _Pick(torch.autograd.Function):
     """Rows of (batch, tokens, width) in the order of every slice: (batch, slices, tokens, width).
 
@@ -106,7 +119,11 @@ def _pick(x: Tensor, order: Tensor) -> Tensor:
 
 def to_ranks(x: Tensor, ranking: Ranking) -> Tensor:
     """P x: token rows (batch, N, width) to rank rows (batch, L, N, width); padding becomes zero."""
-    rows: Tensor = _Pick.apply(x, ranking.order, ranking.ranks)
+    rows: Tensor
+    if ranking.identity:
+        rows = x.unsqueeze(1).expand(-1, ranking.order.shape[1], -1, -1)
+    else:
+        rows = _Pick.apply(x, ranking.order, ranking.ranks)
     return rows if ranking.valid is None else torch.where(ranking.valid.unsqueeze(-1), rows, 0)
 
 
@@ -114,6 +131,8 @@ def to_tokens(y: Tensor, ranking: Ranking) -> Tensor:
     """Pᵀ y: rank rows to token rows, slice by slice; padding becomes zero."""
     if ranking.valid is not None:
         y = torch.where(ranking.valid.unsqueeze(-1), y, 0)
+    if ranking.identity:
+        return y
     rows: Tensor = _Pick.apply(y, ranking.ranks, ranking.order)
     return rows
 
@@ -162,7 +181,7 @@ class HardMixing:
 
     def __init__(self, ranking: Ranking, problem: Problem) -> None:
         self.tie: Tensor | None = None
-        if problem.options.ties == "average":
+        if problem.options.ties == "average" and not ranking.identity:
             new = ranking.points[..., 1:] != ranking.points[..., :-1]
             if ranking.valid is not None:
                 new = new | (ranking.valid[..., 1:] != ranking.valid[..., :-1])
@@ -181,7 +200,7 @@ class HardMixing:
 
 
 def _mixing(ranking: Ranking, problem: Problem, inv_bandwidth: Tensor) -> SoftMixing | HardMixing:
-    if problem.options.hard:
+    if problem.options.hard or ranking.identity:
         return HardMixing(ranking, problem)
     table = exponential_sum(problem.options.metric, ranking.points.dtype)
     kernel = SortedKernel(ranking.points, inv_bandwidth.view(-1, 1, 1), table)
@@ -269,8 +288,8 @@ def _worth_tracing(problem: Problem, value: Tensor) -> bool:
 def _attend(problem: Problem, value: Tensor) -> Tensor:
     problem, value = problem.scaled(), value.to(problem.dtype)
     q_projections, k_projections = problem.projections()
-    queries = _in_units(problem, rank_tokens(q_projections, problem.query_mask))
-    keys = _in_units(problem, rank_tokens(k_projections, problem.key_mask))
+    queries = _rank_side(problem, "query", q_projections, problem.query_mask)
+    keys = _rank_side(problem, "key", k_projections, problem.key_mask)
     coupling = None
     if not same_lengths(problem):
         coupling = couple(
@@ -294,7 +313,11 @@ def _attend(problem: Problem, value: Tensor) -> Tensor:
     return apply_plans(value, weights, queries, keys, inv_bandwidth, coupling, problem)
 
 
-def _in_units(problem: Problem, ranking: Ranking) -> Ranking:
+def _rank_side(problem: Problem, side: str, projections: Tensor, mask: Tensor | None) -> Ranking:
+    """One side in rank order, in the unit of the temperature."""
+    if side == problem.identity_side:
+        return in_order(projections, mask)
+    ranking = rank_tokens(projections, mask)
     return ranking._replace(points=problem.in_units(ranking.points, ranking.valid))
 
 
@@ -310,9 +333,8 @@ def plan(problem: Problem) -> Tensor:
 
 def same_lengths(problem: Problem) -> bool:
     """Whether every sequence has as many queries as keys, decided without looking at the data."""
-    return (
-        problem.query.shape[-2] == problem.key.shape[-2] and problem.query_mask is problem.key_mask
-    )
+    same_tokens = problem.query.shape[-2] == problem.key.shape[-2]
+    return same_tokens and (problem.query_mask is problem.key_mask or bool(problem.identity_side))
 
 
 def _by_slice_groups(

@@ -32,6 +32,9 @@ class Problem:
     query_mask: Tensor | None = None  # (batch, N)
     key_mask: Tensor | None = None  # (batch, M)
     keep: Tensor | None = None  # (batch, L): slices that slice dropout left in
+    # "query" or "key": the numbers of that side are in order, padding last, and so far apart that
+    # its soft sort is the identity, and it has as many tokens as the other. A backend may skip it.
+    identity_side: str = ""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -283,13 +283,15 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
 def _matches(problem: Problem) -> tuple[Tensor, Tensor]:
     """The key that each query meets, (batch, L, N) in int32, and the weights of a plain mean."""
     with torch.no_grad():  # a permutation has no gradient
-        query, key, mask = problem.query, problem.key, problem.query_mask
+        query, key = problem.query, problem.key
+        masks = problem.query_mask, problem.key_mask
         halves = query.dtype == key.dtype and query.dtype in (torch.bfloat16, torch.float16)
         halves = halves and query.shape[-2] <= MOST_TOKENS and problem.scale > 0
-        if not halves or problem.slices is not None:
+        if not halves or problem.slices is not None or problem.identity_side:
             sides = problem.scaled().projections()
-            orders = [linear.sort_tokens(x.contiguous(), mask).order.int() for x in sides]
+            rankings = (linear.sort_tokens(*side) for side in zip(sides, masks, strict=True))
+            orders = [ranking.order.int() for ranking in rankings]
             weights = problem.nonfinite_marker().unsqueeze(-1) + 1 / orders[0].shape[1]
             return match(*orders), weights.expand(orders[0].shape[:2])
-        found: tuple[Tensor, Tensor] = match_halves(query, key, mask)
+        found: tuple[Tensor, Tensor] = match_halves(query, key, masks[0])
         return found

@@ -1,0 +1,325 @@
+"""Differentiable sorts side by side, forward and backward: ``python -m benchmarks.sorting``.
+
+Three tasks: numbers in order, their ranks, and rows of eight values in the order of one number.
+Every measurement is a process of its own, with a limit of time and of memory, so that one that
+fails leaves the others alone, and its peak of memory is its own. Other libraries are measured if
+they can be imported: torchsort, fast-soft-sort, diffsort, SoftTorch; the table lists those that
+cannot.
+
+They relax the same sort in different ways, each at its default softness, so each is held to itself
+in float64, output and gradient; ours and the dense formula are held to the dense formula.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import Company, print_table, write_results
+from benchmarks.memory import resident_peak
+from espformer import sorting
+from espformer.lab.bench.cases import largest_error
+from espformer.lab.bench.tables import file_stem
+from espformer.lab.machine import machine
+
+LENGTHS, BATCHES, WIDTH = (100, 1_000, 10_000, 100_000, 1_000_000), (1, 64), 8
+TEMPERATURE = 0.1  # shares of the spread, which is one here
+SECONDS, GIGABYTES = 30.0, 8.0  # limits of one measurement
+DENSE_ORACLE = 1e8  # entries of all matrices: up to here the oracle is the dense formula
+TOLERANCE, PEER_TOLERANCE = 1e-3, 1e-2
+
+Sort = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one method took for one task at one size."""
+
+    task: str
+    method: str
+    numbers: str
+    batch: int
+    milliseconds: str
+    times_ours: str
+    memory_mb: str
+    error: str
+    status: str
+
+
+def dense_matrix(x: Tensor) -> Tensor:
+    """SoftSort as printed, in units of the spread: (batch, ranks, tokens)."""
+    x = x / x.std(-1, correction=0, keepdim=True)
+    ordered = x.sort(-1).values
+    return (-(ordered.unsqueeze(-1) - x.unsqueeze(-2)).abs() / TEMPERATURE).softmax(-1)
+
+
+def dense_sort(x: Tensor, values: Tensor | None = None) -> Tensor:
+    rows = x.unsqueeze(-1) if values is None else values
+    return (dense_matrix(x) @ rows).reshape(x.shape if values is None else values.shape)
+
+
+def dense_rank(x: Tensor) -> Tensor:
+    matrix = dense_matrix(x)
+    numbered = torch.arange(1, x.shape[-1] + 1, dtype=x.dtype, device=x.device)
+    return (numbered @ matrix) / matrix.sum(-2)
+
+
+def torch_rank(x: Tensor) -> Tensor:
+    """Without a gradient; the argument is used so that there is one to compute."""
+    return (x.argsort(-1).argsort(-1) + 1).to(x.dtype) + 0 * x
+
+
+def fast_soft_sort(name: str, x: Tensor) -> Tensor:
+    from fast_soft_sort import pytorch_ops
+
+    result: Tensor = getattr(pytorch_ops, name)(x)
+    return result
+
+
+def torchsort(name: str, x: Tensor) -> Tensor:
+    import torchsort
+
+    result: Tensor = getattr(torchsort, name)(x)
+    return result
+
+
+def softtorch(name: str, method: str, x: Tensor) -> Tensor:
+    import softtorch
+
+    if name == "rank":
+        ranks: Tensor = softtorch.rank(x, dim=-1, method=method, descending=False)
+        return ranks
+    ordered: Tensor = softtorch.sort(x, method=method, return_indices=False).values
+    return ordered
+
+
+def softtorch_rows(x: Tensor, values: Tensor) -> Tensor:
+    import softtorch
+
+    rows: Tensor = softtorch.argsort(x, method="softsort") @ values
+    return rows
+
+
+def diffsort(x: Tensor) -> Tensor:
+    """A network of a power of two; numbers far beyond fill it up, and come last."""
+    from diffsort import DiffSortNet
+
+    size = 1 << (x.shape[-1] - 1).bit_length()
+    full = torch.nn.functional.pad(x, (0, size - x.shape[-1]), value=1e3)
+    network = DiffSortNet("bitonic", size, device=x.device)
+    ordered: Tensor = network(full)[0][..., : x.shape[-1]]
+    return ordered
+
+
+OURS, DENSE = "espformer", "SoftSort, dense"
+METHODS: dict[str, dict[str, Sort]] = {
+    "sort": {
+        OURS: partial(sorting.soft_sort, temperature=TEMPERATURE),
+        "torch.sort (hard)": lambda x: x.sort(-1).values,
+        DENSE: dense_sort,
+        "torchsort": partial(torchsort, "soft_sort"),
+        "fast-soft-sort": partial(fast_soft_sort, "soft_sort"),
+        "diffsort, bitonic": diffsort,
+        "SoftTorch, SoftSort": partial(softtorch, "sort", "softsort"),
+        "SoftTorch, fast_soft_sort": partial(softtorch, "sort", "fast_soft_sort"),
+        "SoftTorch, network": partial(softtorch, "sort", "sorting_network"),
+    },
+    "rank": {
+        OURS: partial(sorting.soft_rank, temperature=TEMPERATURE),
+        "torch.argsort (hard)": torch_rank,
+        DENSE: dense_rank,
+        "torchsort": partial(torchsort, "soft_rank"),
+        "fast-soft-sort": partial(fast_soft_sort, "soft_rank"),
+        "SoftTorch, SoftSort": partial(softtorch, "rank", "softsort"),
+        "SoftTorch, fast_soft_sort": partial(softtorch, "rank", "fast_soft_sort"),
+    },
+    "rows": {
+        OURS: partial(sorting.soft_sort, temperature=TEMPERATURE),
+        DENSE: dense_sort,
+        "SoftTorch, SoftSort": softtorch_rows,
+    },
+}
+MODULES = {
+    "torchsort": "torchsort",
+    "fast-soft-sort": "fast_soft_sort",
+    "diffsort": "diffsort",
+    "SoftTorch": "softtorch",
+}
+
+
+def package(method: str) -> str | None:
+    return next((p for p in MODULES if method.startswith(p)), None)
+
+
+def absent() -> list[str]:
+    return [name for name, module in MODULES.items() if importlib.util.find_spec(module) is None]
+
+
+def inputs(task: str, batch: int, count: int, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """Numbers, and rows where there are some; drawn in float32, whatever the dtype."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(batch, count)] + ([(batch, count, WIDTH)] if task == "rows" else [])
+    drawn = (torch.randn(shape, generator=generator) for shape in shapes)
+    return [x.to(device, dtype).requires_grad_() for x in drawn]
+
+
+def forward_backward(sort: Sort, tensors: list[Tensor]) -> list[Tensor]:
+    """The output, and its gradients for a fixed upstream one."""
+    out = sort(*tensors)
+    upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).sin()
+    return [out, *torch.autograd.grad(out, tensors, upstream.view_as(out))]
+
+
+def measure(task: str, method: str, count: int, batch: int, device: str) -> dict[str, float]:
+    """The least seconds, peak bytes above what the inputs take, and the error."""
+    sort = METHODS[task][method]
+    tensors = inputs(task, batch, count, device, torch.float32)
+    cuda = device == "cuda"
+    if cuda:
+        forward_backward(sort, inputs(task, 1, 8, device, torch.float32))  # contexts, compilers
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        forward_backward(sort, inputs(task, 1, 8, device, torch.float32))
+        before = resident_peak()
+    got = forward_backward(sort, tensors)
+    peak = torch.cuda.max_memory_allocated() if cuda else resident_peak()
+    times: list[float] = []
+    while len(times) < 3 or (sum(times) < 2.0 and len(times) < 50):
+        start = time.perf_counter()
+        forward_backward(sort, tensors)
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    memory = (peak - before) / 1e6 if cuda else (peak - before) * 1e3
+    found = {"seconds": min(times), "memory_mb": memory}
+    print(json.dumps(found), flush=True)  # should the oracle take too much
+    exact = inputs(task, batch, count, device, torch.float64)
+    small = batch * count**2 <= DENSE_ORACLE
+    if method in (OURS, DENSE) and small:
+        sort = METHODS[task][DENSE]
+    return found | {"error": largest_error(got, forward_backward(sort, exact))}
+
+
+def run(task: str, method: str, count: int, batch: int, device: str) -> dict[str, Any]:
+    """The measurement of a fresh process, or what went wrong."""
+    command = [sys.executable, "-m", "benchmarks.sorting", "--device", device]
+    command += ["--one", task, method, str(count), str(batch)]
+    root = Path(__file__).parents[1]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=root, timeout=SECONDS + 30
+        )
+        text, errors, code = done.stdout, done.stderr, done.returncode
+    except subprocess.TimeoutExpired as late:
+        text = (late.stdout or b"").decode()
+        errors, code = f"took more than {SECONDS:g} s", 1
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    if not lines:
+        memory = any(sign in errors for sign in ("memory", "MemoryError", "allocate")) or code < 0
+        last = errors.strip().splitlines()[-1:] or [f"exit status {code}"]
+        return {"status": "out of memory" if memory else last[0][:60]}
+    return {"status": "ok", **lines[-1]}
+
+
+def row(task: str, method: str, count: int, batch: int, found: dict[str, Any], ours: float) -> Row:
+    seconds, error = found.get("seconds"), found.get("error")
+    status = found["status"]
+    if error is not None:
+        limit = TOLERANCE if method in (OURS, DENSE) else PEER_TOLERANCE
+        status = "ok" if error <= limit else "FAILED" if limit == TOLERANCE else "not itself"
+    elif seconds is not None:
+        status = "not checked: float64 over the limits"
+    return Row(
+        task, method, f"{count:,}", batch,
+        "–" if seconds is None else f"{1e3 * seconds:,.2f}",
+        "–" if seconds is None or math.isnan(ours) else f"{seconds / ours:.2f}",
+        "–" if seconds is None else f"{found['memory_mb']:,.0f}",
+        "–" if error is None else f"{error:.1e}",
+        status,
+    )  # fmt: skip
+
+
+def table(tasks: list[str], lengths: list[int], batches: list[int], device: str) -> list[Row]:
+    rows, missing = [], absent()
+    for task in tasks:
+        for batch in batches:
+            failed: dict[str, str] = {}
+            for count in lengths:
+                ours = math.nan
+                for method in METHODS[task]:
+                    if package(method) in missing:
+                        continue
+                    if method in failed:
+                        found: dict[str, Any] = {"status": f"see {failed[method]}"}
+                    else:
+                        found = run(task, method, count, batch, device)
+                    if "seconds" not in found:
+                        failed.setdefault(method, f"N = {count:,}")
+                    elif method == OURS:
+                        ours = found["seconds"]
+                    rows.append(row(task, method, count, batch, found, ours))
+                    print(" ".join(map(str, vars(rows[-1]).values())), file=sys.stderr, flush=True)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sorting", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--tasks", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--dry-run", action="store_true", help="print, and write no results")
+    parser.add_argument("--one", nargs=4, metavar=("TASK", "METHOD", "N", "BATCH"))
+    options = parser.parse_args()
+    if options.one:
+        task, method, count, batch = options.one
+        if options.device == "cpu":
+            limit = int(GIGABYTES * 1e9)
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        print(json.dumps(measure(task, method, int(count), int(batch), options.device)))
+        return 0
+
+    company = Company()
+    rows = table(options.tasks, options.lengths, options.batches, options.device)
+    device = torch.device(options.device)
+    stated = machine(["python", "-m", "benchmarks.sorting", *sys.argv[1:]], device) | {
+        "dtype": "float32",
+        "shapes": f"(batch, N) normal numbers; rows: {WIDTH} values for each",
+        "seeds": "0",
+        "softness": f"espformer and dense SoftSort: {TEMPERATURE} of the spread; others: defaults",
+        "absent": ", ".join(absent()) or "none",
+        "company": str(company),
+        "repeats": "least of at least 3, forward and backward, after one that does not count",
+        "memory": "peak above what the inputs and the loaded libraries take, in 10⁶ bytes",
+        "limits": f"{SECONDS:g} s and, on a CPU, {GIGABYTES:g} GB for each measurement",
+        "error": "largest ‖difference‖ / ‖exact‖ of output and gradients: espformer and dense "
+        f"against the dense formula in float64 (espformer where batch · N² > {DENSE_ORACLE:g}, and "
+        "others: against themselves in float64; 'not itself': off by more than "
+        f"{PEER_TOLERANCE:g})",
+    }
+    print_table(rows, stated)
+    if not options.dry_run:
+        for path in write_results(
+            file_stem("sorting", device), "Differentiable sorts", rows, stated
+        ):
+            print(f"written: {path}")
+    return 1 if any(x.status == "FAILED" for x in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""Differentiable sorting, ranking and selection in O(N log N) time and O(N) memory.
+
+A soft sort is one half of ESP attention: attention between the numbers and their ranks. So there is
+no operator here that is not in :mod:`espformer.functional`: the same backends compute it, on CPU
+and GPU, with the same gradients, metrics and balances. See ``docs/soft-sorting.md``.
+"""
+
+from espformer.sorting.permuting import soft_permutation, soft_sort, soft_unsort
+from espformer.sorting.ranking import soft_rank, spearman, spearman_loss
+from espformer.sorting.selecting import soft_median, soft_quantile, soft_topk
+from espformer.sorting.slicing import SlicedPlan, sliced_plan, sliced_wasserstein
+
+__all__ = [
+    "SlicedPlan",
+    "sliced_plan",
+    "sliced_wasserstein",
+    "soft_median",
+    "soft_permutation",
+    "soft_quantile",
+    "soft_rank",
+    "soft_sort",
+    "soft_topk",
+    "soft_unsort",
+    "spearman",
+    "spearman_loss",
+]

@@ -1,0 +1,169 @@
+"""Soft ranks, and the correlation of ranks as a statistic and as a loss."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from espformer.functional.arguments import one_of
+from espformer.functional.esp import pass_through
+from espformer.sorting.rows import SoftSort, SortOptions, prepare
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def soft_rank(
+    x: Tensor, *, dim: int = -1, descending: bool = False, **options: Unpack[SortOptions]
+) -> Tensor:
+    r"""The expected rank of every number, counted from one, in linear time.
+
+    With A the soft sort of x, rows are ranks, a number shares itself out among ranks in proportion
+    to its column:
+
+    .. math::  \mathrm{rank}_i = \sum_n n \, A[n, i] \Big/ \sum_n A[n, i], \qquad n = 1 \dots N.
+
+    As t → 0 these are the ranks of ``scipy.stats.rankdata``: ties share the mean of their ranks, as
+    they do with ``hard=True``. As t → ∞ all ranks become (N + 1) / 2.
+
+    Args:
+        x: the numbers, of any shape, along `dim`.
+        descending: rank one is the largest.
+        dim, options: those of :func:`soft_sort`. Hard ranks have no gradient;
+            ``straight_through=True`` gives them that of the soft ones.
+
+    Returns:
+        Of the shape of x; zero for padding. 16-bit numbers get ranks in float32, since bfloat16
+        has none between 256 and 258.
+
+    Example:
+        >>> import torch
+        >>> from espformer.sorting import soft_rank
+        >>> x = torch.tensor([0.3, -1.2, 0.3, 5.0])
+        >>> soft_rank(x, temperature=0.001)
+        tensor([2.5000, 1.0000, 2.5000, 4.0000])
+    """
+    sort = prepare("soft_rank", x, dim, descending, **options)
+    return sort.unflatten(ranks(sort).unsqueeze(-1), torch.Size())
+
+
+def ranks(sort: SoftSort) -> Tensor:
+    """:func:`soft_rank` of rows: (batch, N)."""
+    share = float(sort.options.straight_through)
+    if share and not sort.options.hard:
+        soft = _ranks(sort.with_options(straight_through=False))
+        with torch.no_grad():
+            hard = _ranks(sort.with_options(hard=True))
+        return pass_through(soft, hard, share)
+    return _ranks(sort)
+
+
+def _ranks(sort: SoftSort) -> Tensor:
+    lengths = sort.lengths
+    middle, scale = (lengths + 1) / 2, lengths.clamp(min=1)
+    # Of ranks around zero sums do not cancel, and near one they leave no precision unused.
+    numbered = (sort.positions + 1 - middle) / scale
+    columns = torch.stack([numbered, torch.ones_like(numbered)], -1)
+    moment, mass = sort.with_options(ties="average").unsort(columns).unbind(-1)
+    if sort.mask is None:
+        return middle + scale * moment / mass
+    expected = middle + scale * moment / mass.masked_fill(~sort.mask, 1)
+    return expected.masked_fill(~sort.mask, 0)
+
+
+def spearman(x: Tensor, y: Tensor, *, dim: int = -1, **options: Unpack[SortOptions]) -> Tensor:
+    """Spearman's correlation of soft ranks, differentiable in both.
+
+    Args:
+        x, y: of shapes that broadcast to each other; ranks are taken along `dim`.
+        dim, options: those of :func:`soft_sort`; ``hard=True`` gives Spearman's ρ itself, as
+            ``scipy.stats.spearmanr`` does. Pairs that are masked out do not count.
+
+    Returns:
+        The correlation, of the shape of x without `dim`; zero where all x or all y are equal.
+
+    Example:
+        >>> import torch
+        >>> from espformer.sorting import spearman
+        >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        >>> spearman(x, x.exp(), hard=True), spearman(x, -x, hard=True)
+        (tensor(1.), tensor(-1.))
+    """
+    x, y = _broadcast("spearman", x, y)
+    a = prepare("spearman", x, dim, False, **options)
+    b = prepare("spearman", y, dim, False, **options)
+    return _correlation(ranks(a), ranks(b), a).view(a.lead)
+
+
+def spearman_loss(
+    prediction: Tensor,
+    target: Tensor,
+    *,
+    dim: int = -1,
+    reduction: str = "mean",
+    **options: Unpack[SortOptions],
+) -> Tensor:
+    """One minus Spearman's correlation of soft ranks of `prediction` and true ranks of `target`.
+
+    It trains a model to put things in order, whatever the scale of its numbers: zero for the right
+    order, one for a random one, two for the reverse.
+
+    Args:
+        prediction: what the model says, ranked softly.
+        target: what is true, ranked exactly, ties averaged; no gradient.
+        dim: the dimension along which there is an order; all others are many problems.
+        reduction: ``"mean"`` or ``"sum"`` over these, or ``"none"``.
+        options: those of :func:`soft_sort`.
+
+    Example:
+        >>> import torch
+        >>> from espformer.sorting import spearman_loss
+        >>> target = torch.tensor([10.0, 20.0, 40.0, 30.0])
+        >>> prediction = torch.tensor([0.1, 0.2, 0.3, 0.4], requires_grad=True)
+        >>> loss = spearman_loss(prediction, target, temperature=0.5)
+        >>> loss.backward()
+        >>> bool(prediction.grad[2] < 0 < prediction.grad[3])  # third up, fourth down
+        True
+    """
+    name = "spearman_loss"
+    one_of(name, "reduction", reduction, REDUCTIONS)
+    prediction, target = _broadcast(name, prediction, target)
+    soft = prepare(name, prediction, dim, False, **options)
+    exact: SortOptions = {**options, "hard": True}
+    true = prepare(name, target.detach(), dim, False, **exact)
+    loss = 1 - _correlation(ranks(soft), ranks(true), soft).view(soft.lead)
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+def _broadcast(name: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    for label, tensor in (("first", x), ("second", y)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"{name}: the {label} argument must be a torch.Tensor, got "
+                f"{type(tensor).__name__}; torch.as_tensor makes one"
+            )
+    try:
+        x, y = torch.broadcast_tensors(x, y)
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: shapes do not agree: {tuple(x.shape)} and {tuple(y.shape)}"
+        ) from None
+    return x, y
+
+
+def _correlation(a: Tensor, b: Tensor, sort: SoftSort) -> Tensor:
+    """Pearson's correlation of rows that take part, (batch,); zero where a row is constant."""
+    lengths = sort.lengths.clamp(min=1)
+
+    def centred(rows: Tensor) -> Tensor:
+        rows = (rows - rows.sum(-1, keepdim=True) / lengths) / lengths
+        return rows if sort.mask is None else rows.masked_fill(~sort.mask, 0)
+
+    a, b = centred(a), centred(b)
+    norms = a.square().sum(-1) * b.square().sum(-1)
+    # Ranks of equal numbers differ by rounding alone: that is no correlation.
+    dust = (torch.finfo(a.dtype).eps * 8) ** 2
+    constant = torch.minimum(a.square().mean(-1), b.square().mean(-1)) <= dust
+    correlation = (a * b).sum(-1) / norms.masked_fill(constant, 1).sqrt()
+    return correlation.masked_fill(constant, 0)

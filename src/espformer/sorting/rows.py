@@ -1,0 +1,238 @@
+"""A soft sort as one half of ESP attention: checks, units, and the two directions of the operator.
+
+With P the permutation that sorts x and κ the kernel of the sorted numbers, a soft sort is
+``A = S P``, ``S = diag(1/z) κ``, and a plan of ESP attention is ``A_qᵀ A_k``. Let the queries be
+the ranks 0, 1, 2, … themselves, 1,024 widths of the kernel apart. Then their soft sort is the
+identity, since ``exp(-1024)`` is zero in every precision, and attention is ``A_k V``: values softly
+sorted by the keys. With the sides swapped it is ``A_qᵀ V``, the way back. Backends that mind
+`identity_side` do not compute with the ranks at all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from espformer.functional.arguments import flat_temperature, one_of
+from espformer.functional.esp import attend
+from espformer.ops.common.masks import zero_padding
+from espformer.ops.esp.options import OPTIONS, UNITS, ESPOptions
+from espformer.ops.esp.problem import LEAST_TEMPERATURE, Problem, spread
+
+SPACING = 1024.0  # of ranks, in widths of the kernel
+MOST_TEMPERATURE = 1e25  # all numbers are equal to that; times SPACING and N, still a float32
+
+
+class SortOptions(TypedDict, total=False):
+    """The options that all soft sorts share; :func:`soft_sort` explains them."""
+
+    temperature: float | Tensor
+    unit: str
+    metric: str
+    balance: str
+    mask: Tensor | None
+    hard: bool
+    straight_through: bool | float
+    backend: str
+
+
+@dataclass(frozen=True)
+class SoftSort:
+    """Many rows of numbers, ready to sort other things by: A, (batch, N ranks, N tokens)."""
+
+    name: str  # of the function that was called, for errors
+    numbers: Tensor  # (batch, N), in float32 or float64
+    mask: Tensor | None  # (batch, N), True = takes part
+    lead: torch.Size  # the shape of the rows, without the dimension that is sorted
+    dim: int  # which dimension that is, not negative
+    options: ESPOptions  # with a temperature (batch,) in the unit of these numbers
+    backend: str
+
+    @property
+    def count(self) -> int:
+        return self.numbers.shape[-1]
+
+    @property
+    def lengths(self) -> Tensor:
+        """How many numbers of each row take part: (batch, 1), in the dtype of the numbers."""
+        if self.mask is None:
+            return self.numbers.new_full((self.numbers.shape[0], 1), self.count)
+        return self.mask.sum(-1, keepdim=True, dtype=self.numbers.dtype)
+
+    @property
+    def positions(self) -> Tensor:
+        """0, 1, … N - 1 in the dtype of the numbers."""
+        return torch.arange(self.count, dtype=self.numbers.dtype, device=self.numbers.device)
+
+    def sort(self, rows: Tensor) -> Tensor:
+        """``A V``: rows of tokens (batch, N, d) to rows of ranks; ranks of padding are zero."""
+        return self._attend(zero_padding(rows, self.mask), "query")
+
+    def unsort(self, rows: Tensor) -> Tensor:
+        """``Aᵀ Y``: rows of ranks (batch, N, d) to rows of tokens; padding is zero."""
+        return self._attend(zero_padding(rows, self._taken_ranks()), "key")
+
+    def with_options(self, **changes: Any) -> SoftSort:
+        """The same numbers with other options."""
+        return replace(self, options=replace(self.options, **changes))
+
+    def _taken_ranks(self) -> Tensor | None:
+        return None if self.mask is None else self.positions < self.lengths
+
+    def _attend(self, rows: Tensor, identity_side: str) -> Tensor:
+        t, metric = self.options.sort_temperature, self.options.metric
+        assert isinstance(t, Tensor)
+        width = t.detach() if metric == "absolute" else t.detach().sqrt()
+        tokens = self.numbers, self.mask
+        ranks = self.positions * (SPACING * width).unsqueeze(-1), self._taken_ranks()
+        sides = (ranks, tokens) if identity_side == "query" else (tokens, ranks)
+        (query, query_mask), (key, key_mask) = sides
+        problem = Problem(
+            query.unsqueeze(-1),
+            key.unsqueeze(-1),
+            self.options,
+            query_mask=query_mask,
+            key_mask=key_mask,
+            identity_side=identity_side,
+        )
+        return attend(self.name, problem, rows.to(self.numbers.dtype), self.backend)
+
+    def flatten(self, label: str, values: Tensor) -> tuple[Tensor, torch.Size]:
+        """Values of shape ``x.shape + trailing`` as (batch, N, d), and the trailing shape."""
+        shape = torch.Size((*self.lead[: self.dim], self.count, *self.lead[self.dim :]))
+        if not isinstance(values, Tensor) or values.shape[: len(shape)] != shape:
+            got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise ValueError(
+                f"{self.name}: {label} must have the shape of x, {tuple(shape)}, with or without "
+                f"further dimensions at the end, got {got}; each number of x takes its own part of "
+                "them along"
+            )
+        if values.device != self.numbers.device:
+            raise ValueError(
+                f"{self.name}: x is on {self.numbers.device} but {label} on {values.device}; move "
+                "them together"
+            )
+        if not values.is_floating_point():
+            raise ValueError(
+                f"{self.name}: {label} must hold floating-point numbers, got {values.dtype}: they "
+                f"are averaged; pass {label}.float()"
+            )
+        trailing = values.shape[len(shape) :]
+        rows = values.movedim(self.dim, len(self.lead))
+        return rows.reshape(-1, self.count, math.prod(trailing)), trailing
+
+    def unflatten(self, rows: Tensor, trailing: torch.Size) -> Tensor:
+        """What `flatten` made of values, back in their shape."""
+        rows = rows.reshape(*self.lead, self.count, *trailing)
+        return rows.movedim(len(self.lead), self.dim)
+
+
+def prepare(
+    name: str,
+    x: Tensor,
+    dim: int,
+    descending: bool,
+    *,
+    temperature: float | Tensor = 0.1,
+    unit: str = "spread",
+    metric: str = "absolute",
+    balance: str = "rows",
+    mask: Tensor | None = None,
+    hard: bool = False,
+    straight_through: bool | float = False,
+    backend: str = "auto",
+) -> SoftSort:
+    """Checks what was passed and brings it to rows of numbers near one and their temperatures."""
+    one_of(name, "unit", unit, UNITS)
+    options = ESPOptions(
+        temperature_unit="absolute", metric=metric, balance=balance, hard=hard, scale=1.0,
+        straight_through=straight_through, inverse_temperature=0.0, coupling="identity",
+    )  # fmt: skip
+    options.check(name)
+    wrong = OPTIONS["sort_temperature"].metadata["check"](temperature)
+    if wrong is not None:
+        raise ValueError(f"{name}: temperature {wrong}")
+    dim = _check_numbers(name, x, dim)
+    mask = _check_mask(name, x, mask)
+
+    rows = x.movedim(dim, -1)
+    lead, dtype = rows.shape[:-1], torch.float64 if x.dtype == torch.float64 else torch.float32
+    t = flat_temperature(
+        name, "temperature", temperature, x.device, dtype, lead,
+        "its shape is that of x without the dimension that is sorted",
+    )  # fmt: skip
+    rows = rows.reshape(-1, x.shape[dim]).to(dtype)
+    if mask is not None:
+        mask = mask.movedim(dim, -1).reshape(rows.shape)
+        rows = rows.masked_fill(~mask, 0)
+    rows, factor = _near_one(rows)
+    if unit == "spread":  # t is a width
+        width = t * spread(rows.unsqueeze(1), None if mask is None else mask.unsqueeze(1)).flatten()
+        t = width if metric == "absolute" else width.square()
+    else:  # twice, since the square of the factor might overflow
+        t = t * factor.squeeze(-1)
+        t = t if metric == "absolute" else t * factor.squeeze(-1)
+    t = t.clamp(LEAST_TEMPERATURE[metric], MOST_TEMPERATURE)
+    options = replace(options, sort_temperature=t)
+    return SoftSort(name, -rows if descending else rows, mask, lead, dim, options, backend)
+
+
+def _near_one(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers times a power of two, which rounds nothing, so that the largest is near one.
+
+    Then neither their spread nor 1,024 widths of a kernel leave the range of float32.
+    """
+    largest = numbers.detach().abs().amax(-1, keepdim=True)
+    exponent = torch.frexp(largest).exponent.clamp(-100, 100)
+    factor = torch.exp2(-exponent.to(numbers.dtype))
+    return numbers * factor, factor
+
+
+def _check_numbers(name: str, x: Tensor, dim: int) -> int:
+    """The dimension to sort along, counted from the front."""
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{name}: x must be a torch.Tensor, got {type(x).__name__}; torch.as_tensor makes one"
+        )
+    if not x.is_floating_point():
+        raise ValueError(
+            f"{name}: x must hold floating-point numbers, got {x.dtype}; pass x.float()"
+        )
+    if x.dim() == 0:
+        raise ValueError(f"{name}: x must have at least one dimension, got a single number")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(
+            f"{name}: dim must be in [{-x.dim()}, {x.dim() - 1}] for x of shape {tuple(x.shape)}, "
+            f"got {dim}"
+        )
+    if x.shape[dim] == 0:
+        raise ValueError(
+            f"{name}: x of shape {tuple(x.shape)} has no numbers along dim {dim}; at least one is "
+            "needed (mask out the numbers of a row that is empty)"
+        )
+    return dim % x.dim()
+
+
+def _check_mask(name: str, x: Tensor, mask: Tensor | None) -> Tensor | None:
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool:
+        raise ValueError(
+            f"{name}: mask must be boolean (True = takes part), got {mask.dtype}; for a mask of 0 "
+            "and 1 pass mask.bool()"
+        )
+    if mask.device != x.device:
+        raise ValueError(
+            f"{name}: mask is on {mask.device} but x on {x.device}; move them together"
+        )
+    try:
+        return mask.expand(x.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: mask of shape {tuple(mask.shape)} does not broadcast to x of shape "
+            f"{tuple(x.shape)}"
+        ) from None

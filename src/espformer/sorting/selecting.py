@@ -1,0 +1,128 @@
+"""Soft quantiles, the soft median, and soft membership among the k largest."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from espformer.sorting.rows import SortOptions, prepare
+
+
+def soft_quantile(
+    x: Tensor,
+    q: float | Tensor,
+    *,
+    dim: int = -1,
+    keepdim: bool = False,
+    **options: Unpack[SortOptions],
+) -> Tensor:
+    """Quantiles of softly sorted numbers, interpolated linearly as in ``torch.quantile``.
+
+    Unlike there, every number near a quantile takes part, and gets a gradient.
+
+    Args:
+        x: the numbers, of any shape, along `dim`.
+        q: a number in [0, 1], or a tensor of one dimension with K of them.
+        dim, options: those of :func:`soft_sort`.
+        keepdim: leave `dim` in place, with size one.
+
+    Returns:
+        The shape of x without `dim`; for a tensor q with K first, as in ``torch.quantile``. Zero
+        for a row all of whose numbers are masked out.
+
+    Example:
+        >>> import torch
+        >>> from espformer.sorting import soft_quantile
+        >>> x = torch.arange(101.0)
+        >>> soft_quantile(x, torch.tensor([0.1, 0.9]), temperature=0.001)
+        tensor([10., 90.])
+    """
+    return _quantile("soft_quantile", x, q, dim, keepdim, options)
+
+
+def soft_median(
+    x: Tensor, *, dim: int = -1, keepdim: bool = False, **options: Unpack[SortOptions]
+) -> Tensor:
+    """The median of softly sorted numbers: the mean of the two in the middle if N is even.
+
+    Arguments are those of :func:`soft_quantile`.
+
+    Example:
+        >>> import torch
+        >>> from espformer.sorting import soft_median
+        >>> soft_median(torch.tensor([5.0, 1.0, 900.0, 3.0]), hard=True)
+        tensor(4.)
+    """
+    return _quantile("soft_median", x, 0.5, dim, keepdim, options)
+
+
+def _quantile(
+    name: str, x: Tensor, q: float | Tensor, dim: int, keepdim: bool, options: SortOptions
+) -> Tensor:
+    sort = prepare(name, x, dim, False, **options)
+    share = _check_share(name, q, sort.numbers)
+    rows, _ = sort.flatten("x", x)
+    ascending = sort.sort(rows).squeeze(-1)
+    last = (sort.lengths - 1).clamp(min=0)
+    place = share * last  # (batch, K)
+    below = place.detach().floor()
+    above = torch.minimum(below + 1, last)
+    found = torch.lerp(
+        ascending.gather(-1, below.long()), ascending.gather(-1, above.long()), place - below
+    )
+    found = found.to(x.dtype).mT.reshape(-1, *sort.lead)
+    if keepdim:
+        found = found.unsqueeze(sort.dim + 1)
+    return found if isinstance(q, Tensor) and q.dim() else found.squeeze(0)
+
+
+def _check_share(name: str, q: float | Tensor, numbers: Tensor) -> Tensor:
+    """The quantiles as one row, (1, K)."""
+    if isinstance(q, Tensor) and q.dim() > 1:
+        raise ValueError(
+            f"{name}: q must be a number or a tensor of one dimension, got {tuple(q.shape)}"
+        )
+    given = q if isinstance(q, Tensor) else torch.tensor(q, dtype=torch.float64)
+    # On a GPU the values are not looked at: that would wait for the device.
+    looked_at = given.device.type == "cpu" and not torch.compiler.is_compiling()
+    if looked_at and not bool(((given >= 0) & (given <= 1)).all()):
+        raise ValueError(f"{name}: q must be in [0, 1], got {q}")
+    return given.to(numbers).reshape(1, -1)
+
+
+def soft_topk(
+    x: Tensor, k: int, *, dim: int = -1, largest: bool = True, **options: Unpack[SortOptions]
+) -> Tensor:
+    r"""How much every number is among the k largest: weights in [0, 1] that sum to k.
+
+    With A the soft sort of x, largest first,
+
+    .. math::  w_i = \sum_{n \le k} A[n, i],
+
+    so that ``(w.unsqueeze(-1) * rows).sum(-2)`` takes k rows. The sort is balanced
+    (``balance="both"``) unless asked otherwise: with ``"rows"`` weights sum to k too, but one may
+    be above one.
+
+    Args:
+        x: the numbers, of any shape, along `dim`.
+        k: from 1 to N. Where fewer numbers take part all of them get one.
+        largest: False: the k smallest.
+        dim, options: those of :func:`soft_sort`; ``hard=True`` gives zeros and ones.
+
+    Example:
+        >>> import torch
+        >>> from espformer.sorting import soft_topk
+        >>> soft_topk(torch.tensor([0.1, 3.0, 2.0, -1.0]), 2, temperature=0.01)
+        tensor([0., 1., 1., 0.])
+    """
+    balanced: SortOptions = {"balance": "both", **options}
+    sort = prepare("soft_topk", x, dim, largest, **balanced)
+    if not 1 <= k <= sort.count:
+        raise ValueError(
+            f"soft_topk: k must be from 1 to {sort.count}, the numbers along dim {dim}, got {k}"
+        )
+    chosen = (sort.positions < k).to(sort.numbers.dtype).expand_as(sort.numbers)
+    weights = sort.unsort(chosen.unsqueeze(-1))
+    return sort.unflatten(weights, torch.Size()).to(x.dtype)

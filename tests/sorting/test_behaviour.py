@@ -1,0 +1,347 @@
+"""Shapes, dtypes, padding, extremes, NaN, straight-through, compilers, and errors in words."""
+
+import itertools
+
+import pytest
+import scipy.stats
+import torch
+
+from espformer import sorting
+from tests.sorting import dense
+
+FUNCTIONS = {
+    "soft_sort": sorting.soft_sort,
+    "soft_unsort": lambda x, **o: sorting.soft_unsort(x, x, **o),
+    "soft_permutation": sorting.soft_permutation,
+    "soft_rank": sorting.soft_rank,
+    "spearman": lambda x, **o: sorting.spearman(x, x.flip(-1), **o),
+    "spearman_loss": lambda x, **o: sorting.spearman_loss(x, x.flip(-1), **o),
+    "soft_quantile": lambda x, **o: sorting.soft_quantile(x, 0.2, **o),
+    "soft_median": sorting.soft_median,
+    "soft_topk": lambda x, **o: sorting.soft_topk(x, 1, **o),
+}
+every = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS.keys())
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2])
+def test_any_dimension(dim):
+    x = torch.randn(4, 5, 6)
+    values = torch.randn(4, 5, 6, 2, 3)
+    last = x.movedim(dim, -1)
+    options = {"temperature": 0.3}
+    for function in (sorting.soft_sort, sorting.soft_rank):
+        got = function(x, dim=dim, **options)
+        torch.testing.assert_close(got, function(last, **options).movedim(-1, dim))
+    got = sorting.soft_sort(x, values, dim=dim, **options)
+    want = sorting.soft_sort(last, values.movedim(dim % 3, 2), **options).movedim(2, dim % 3)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(sorting.soft_unsort(x, got, dim=dim, hard=True).shape, values.shape)
+
+    q = torch.tensor([0.1, 0.5])
+    for keepdim in (False, True):
+        got = sorting.soft_quantile(x, q, dim=dim, keepdim=keepdim, hard=True)
+        torch.testing.assert_close(got, x.quantile(q, dim=dim, keepdim=keepdim))
+        got = sorting.soft_quantile(x, 0.3, dim=dim, keepdim=keepdim, hard=True)
+        torch.testing.assert_close(got, x.quantile(0.3, dim=dim, keepdim=keepdim))
+    assert sorting.soft_permutation(x, dim=dim).shape == (*last.shape, last.shape[-1])
+
+
+def test_the_matrix_is_what_sorts():
+    x, values = torch.randn(3, 20), torch.randn(3, 20, 4)
+    for options in ({"balance": "both"}, {"descending": True}, {"mask": torch.rand(3, 20) < 0.6}):
+        matrix = sorting.soft_permutation(x, **options)
+        torch.testing.assert_close(matrix @ values, sorting.soft_sort(x, values, **options))
+        torch.testing.assert_close(matrix.mT @ values, sorting.soft_unsort(x, values, **options))
+
+
+@pytest.mark.parametrize("balance", ["rows", "both"])
+def test_sums(balance):
+    x = torch.randn(50, dtype=torch.float64)
+    matrix = sorting.soft_permutation(x, temperature=0.5, balance=balance)
+    weights = sorting.soft_topk(x, 7, temperature=0.5, balance=balance)
+    torch.testing.assert_close(matrix.sum(-1), torch.ones(50).double(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(weights.sum(), torch.tensor(7.0).double(), atol=1e-4, rtol=0)
+    if balance == "both":
+        torch.testing.assert_close(matrix.sum(0), torch.ones(50).double(), atol=1e-5, rtol=0)
+        assert 0 <= weights.min() <= weights.max() <= 1 + 1e-5
+
+
+def padded_rows() -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and masks that are symmetric, since correlations pair a row with its mirror image."""
+    mask = torch.rand(3, 12) < 0.8
+    mask[:, 0] = True
+    mask &= mask.flip(-1)
+    return torch.randn(3, 12, dtype=torch.float64).masked_fill(~mask, torch.nan), mask
+
+
+@pytest.mark.parametrize("name", ["soft_rank", "soft_topk"])
+def test_padded_tokens_are_as_if_absent(name):
+    x, mask = padded_rows()
+    got = FUNCTIONS[name](x, mask=mask)
+    for row, taken, out in zip(x, mask, got, strict=True):
+        torch.testing.assert_close(out[taken], FUNCTIONS[name](row[taken]))
+        assert not out[~taken].any()
+
+
+def test_padded_ranks_come_last():
+    x, mask = padded_rows()
+    ranked, matrix = sorting.soft_sort(x, mask=mask), sorting.soft_permutation(x, mask=mask)
+    for row, taken, out, a in zip(x, mask, ranked, matrix, strict=True):
+        count = int(taken.sum())
+        torch.testing.assert_close(out[:count], sorting.soft_sort(row[taken]))
+        assert not out[count:].any()
+        alone = sorting.soft_permutation(row[taken])
+        torch.testing.assert_close(a[:count, taken], alone)
+        torch.testing.assert_close(a.sum(), alone.sum())
+
+
+@pytest.mark.parametrize("name", ["spearman", "soft_quantile", "soft_median"])
+def test_padded_rows_have_the_numbers_of_what_is_left(name):
+    x, mask = padded_rows()
+    alone = [FUNCTIONS[name](row[taken]) for row, taken in zip(x, mask, strict=True)]
+    torch.testing.assert_close(FUNCTIONS[name](x, mask=mask), torch.stack(alone))
+
+
+@every
+def test_padding_gets_no_gradient(function):
+    x, mask = padded_rows()
+    x.requires_grad_()
+    function(x, mask=mask).sum().backward()
+    if function is not FUNCTIONS["soft_unsort"]:  # there x is also a row for each rank
+        assert not x.grad[~mask].any()
+        assert x.grad.isfinite().all()
+
+
+@every
+def test_a_row_that_is_all_padding(function):
+    x = torch.randn(2, 6, requires_grad=True)
+    mask = torch.tensor([[True], [False]]).expand(2, 6)
+    out = function(x, mask=mask)
+    assert out.isfinite().all()
+    if out.dim():
+        assert not out[1].any()
+    out.sum().backward()
+    assert x.grad.isfinite().all()
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_dtypes(function, dtype):
+    x = torch.randn(2, 30).to(dtype)
+    got = function(x)
+    ranked = function in (sorting.soft_rank, FUNCTIONS["spearman"], FUNCTIONS["spearman_loss"])
+    assert got.dtype == (torch.float32 if ranked and dtype.itemsize == 2 else dtype)
+    eps = torch.finfo(dtype).eps if not ranked else torch.finfo(torch.float32).eps * 30
+    torch.testing.assert_close(got.double(), function(x.double()), atol=10 * eps, rtol=2 * eps)
+    leaf = x.clone().requires_grad_()
+    function(leaf).sum().backward()
+    assert leaf.grad.dtype == dtype
+    assert leaf.grad.isfinite().all()
+
+
+EXTREMES = {
+    "one": [0.7],
+    "equal": [0.1] * 40,
+    "zeros": [0.0] * 3,
+    "tiny": [1e-30, 2e-30, -3e-30],
+    "huge": [1e30, 2e30, -3e30],
+    "outlier": [1.0, 1.0, 1.0, 1e20],
+    "near": [1 / 3 + i * 1e-7 for i in range(40)],
+}
+
+
+@every
+@pytest.mark.parametrize("case", EXTREMES)
+@pytest.mark.parametrize("metric", ["absolute", "squared"])
+def test_extremes_stay_finite(function, case, metric):
+    settings = itertools.product(
+        (1e-30, 1e-8, 1e8, 1e30), ("spread", "absolute"), (torch.float32, torch.float64)
+    )
+    for t, unit, dtype in settings:
+        x = torch.tensor(EXTREMES[case], dtype=dtype, requires_grad=True)
+        temperature = torch.tensor(t, dtype=dtype, requires_grad=True)
+        out = function(x, temperature=temperature, metric=metric, unit=unit)
+        assert out.isfinite().all(), (t, unit, dtype)
+        grads = torch.autograd.grad(out.sum(), (x, temperature), allow_unused=True)
+        assert all(g is None or g.isfinite().all() for g in grads), (t, unit, dtype)
+
+
+@pytest.mark.parametrize("metric", ["absolute", "squared"])
+@pytest.mark.parametrize("scale", [2.0**-90, 2.0**-20, 2.0**60])
+def test_units_of_the_spread_know_no_scale(scale, metric):
+    x = torch.randn(5, 70)
+    options = {"metric": metric, "temperature": 0.2}
+    assert torch.equal(sorting.soft_rank(x, **options), sorting.soft_rank(x * scale, **options))
+    shifted = sorting.soft_rank(x.double() + 3, **options)
+    torch.testing.assert_close(shifted, sorting.soft_rank(x.double(), **options))
+    absolute = {**options, "unit": "absolute"}
+    assert not torch.allclose(
+        sorting.soft_rank(x, **absolute), sorting.soft_rank(x * scale, **absolute)
+    )
+
+
+def test_limits_of_the_temperature():
+    x = torch.tensor([0.3, -1.2, 0.3, 5.0, 0.31], dtype=torch.float64)
+    ranks = torch.from_numpy(scipy.stats.rankdata(x.numpy()))
+    torch.testing.assert_close(sorting.soft_rank(x, temperature=1e-8), ranks)
+    torch.testing.assert_close(
+        sorting.soft_rank(x, temperature=1e8), torch.full((5,), 3.0).double()
+    )
+    torch.testing.assert_close(sorting.soft_sort(x, temperature=1e-8), x.sort().values)
+    torch.testing.assert_close(
+        sorting.soft_sort(x, temperature=1e8), x.mean().expand(5), atol=1e-7, rtol=0
+    )
+
+
+def test_a_million_numbers():
+    x = torch.randn(1_000_000)
+    torch.testing.assert_close(sorting.soft_sort(x, temperature=1e-9), x.sort().values)
+    assert torch.equal(sorting.soft_sort(x, hard=True), x.sort().values)
+    ranks = sorting.soft_rank(x, hard=True)
+    true = torch.from_numpy(scipy.stats.rankdata(x.numpy()))
+    assert (ranks.double() - true).abs().max() < 0.2  # float32 has 24 bits
+
+
+def test_float32_is_near_float64():
+    x = torch.randn(10_000)
+    for t in (1e-4, 0.1, 1.0):
+        exact = sorting.soft_rank(x.double(), temperature=t)
+        error = (sorting.soft_rank(x, temperature=t).double() - exact).abs().max()
+        assert error < 0.02, t
+    small = x[:500].double()
+    torch.testing.assert_close(
+        sorting.soft_sort(small, temperature=0.1), dense.sort_matrix(small) @ small
+    )
+
+
+def test_one_temperature_for_every_row():
+    x = torch.randn(2, 3, 10, dtype=torch.float64)
+    t = torch.rand(3, dtype=torch.float64) + 0.1
+    got = sorting.soft_rank(x, temperature=t)
+    for i in range(3):
+        torch.testing.assert_close(got[:, i], sorting.soft_rank(x[:, i], temperature=float(t[i])))
+
+
+@every
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_nan_stays_in_its_row(function, bad):
+    """A row that holds NaN or an infinity is NaN; another row does not see it."""
+    x = torch.randn(2, 8)
+    x[0, 3] = bad
+    x.requires_grad_()
+    if function is FUNCTIONS["spearman_loss"]:
+        assert function(x).isnan()
+        assert function(x, reduction="none").isnan().tolist() == [True, False]
+        return
+    out = function(x)
+    assert out[0].isnan().all()
+    assert out[1].isfinite().all()
+    out[1].sum().backward()
+    assert x.grad[1].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["soft_sort", "soft_unsort", "soft_rank", "soft_topk"])
+def test_straight_through(name):
+    """The hard result, with the gradient of the soft one."""
+    function = FUNCTIONS[name]
+    x = torch.randn(3, 15, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(3, 15, dtype=torch.float64)
+    hard, soft = function(x, hard=True), function(x)
+    both = function(x, straight_through=True)
+    torch.testing.assert_close(both, hard)
+    expected = torch.autograd.grad(soft, x, upstream)[0]
+    torch.testing.assert_close(torch.autograd.grad(both, x, upstream)[0], expected)
+    mixed = function(x, straight_through=0.25)
+    torch.testing.assert_close(mixed, 0.75 * soft + 0.25 * hard)
+
+
+def test_hard_has_the_gradient_of_a_permutation():
+    x = torch.randn(9, requires_grad=True)
+    upstream = torch.randn(9)
+    ours = torch.autograd.grad(sorting.soft_sort(x, hard=True), x, upstream)[0]
+    torch.testing.assert_close(ours, torch.autograd.grad(x.sort().values, x, upstream)[0])
+    assert not sorting.soft_rank(x, hard=True).requires_grad
+
+
+def test_spearman_is_that_of_scipy():
+    x, y = torch.randn(4, 50), torch.randn(4, 50)
+    x[:, 1] = x[:, 0]  # ties
+    for a, b, ours in zip(x, y, sorting.spearman(x, y, hard=True), strict=True):
+        assert float(ours) == pytest.approx(scipy.stats.spearmanr(a, b).statistic, abs=1e-5)
+    assert not sorting.spearman(torch.ones(2, 5), torch.randn(2, 5)).any()
+    loss = sorting.spearman_loss(x, y, reduction="none")
+    torch.testing.assert_close(sorting.spearman_loss(x, y), loss.mean())
+    torch.testing.assert_close(sorting.spearman_loss(x, y, reduction="sum"), loss.sum())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_as_a_whole(dynamic):
+    def loss(x, values):
+        rows = sorting.soft_sort(x, values, temperature=0.2, straight_through=True)
+        weights = sorting.soft_topk(x, 2, balance="rows")
+        return (rows * weights.unsqueeze(-1)).sum() + sorting.soft_rank(x).square().mean()
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for count in (20, 33):
+        x, values = torch.randn(2, count, requires_grad=True), torch.randn(2, count, 3)
+        want, got = loss(x, values), compiled(x, values)
+        torch.testing.assert_close(got, want)
+        grads = [torch.autograd.grad(y, x)[0] for y in (got, want)]
+        torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
+
+
+def test_transforms_of_torch_func():
+    x = torch.randn(4, 7, dtype=torch.float64)
+    torch.testing.assert_close(torch.func.vmap(sorting.soft_rank)(x), sorting.soft_rank(x))
+    jacobian = torch.func.jacrev(sorting.soft_sort)(x[0])
+    numeric = torch.autograd.functional.jacobian(sorting.soft_sort, x[0])
+    torch.testing.assert_close(jacobian, numeric)
+
+
+def test_under_autocast():
+    x = torch.randn(2, 40)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = sorting.soft_rank(x)
+    torch.testing.assert_close(got, sorting.soft_rank(x))
+
+
+def test_an_empty_batch():
+    x = torch.randn(0, 5)
+    assert sorting.soft_sort(x).shape == (0, 5)
+    assert sorting.soft_rank(x).shape == (0, 5)
+
+
+X = torch.randn(2, 5)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: sorting.soft_sort([3.0, 1.0]), "x must be a torch.Tensor, got list"),
+        (lambda: sorting.soft_rank(torch.arange(3)), "floating-point numbers, got torch.int64"),
+        (lambda: sorting.soft_rank(torch.tensor(1.0)), "at least one dimension"),
+        (lambda: sorting.soft_rank(X, dim=2), r"dim must be in \[-2, 1\]"),
+        (lambda: sorting.soft_rank(X[:, :0]), "no numbers along dim -1"),
+        (lambda: sorting.soft_rank(X, temperature=0.0), r"temperature must be > 0.*hard=True"),
+        (lambda: sorting.soft_rank(X, temperature=-torch.ones(2)), "must be > 0 everywhere"),
+        (lambda: sorting.soft_rank(X, temperature=torch.ones(3)), "does not broadcast"),
+        (lambda: sorting.soft_rank(X, unit="metre"), "unit must be one of 'spread', 'absolute'"),
+        (lambda: sorting.soft_rank(X, metric="cosine"), "metric must be one of"),
+        (lambda: sorting.soft_rank(X, balance="columns"), "balance must be one of"),
+        (lambda: sorting.soft_rank(X, backend="jax"), "backend must be one of"),
+        (lambda: sorting.soft_rank(X, straight_through=2.0), r"share of the hard output in"),
+        (lambda: sorting.soft_rank(X, mask=torch.ones(2, 5)), "mask must be boolean"),
+        (lambda: sorting.soft_rank(X, mask=torch.ones(3, 5).bool()), "does not broadcast to x"),
+        (lambda: sorting.soft_sort(X, X.T), r"values must have the shape of x, \(2, 5\)"),
+        (lambda: sorting.soft_sort(X, X.long()), "values must hold floating-point numbers"),
+        (lambda: sorting.soft_quantile(X, 1.5), r"q must be in \[0, 1\], got 1.5"),
+        (lambda: sorting.soft_quantile(X, torch.rand(2, 2)), "q must be a number or a tensor of"),
+        (lambda: sorting.soft_topk(X, 6), "k must be from 1 to 5"),
+        (lambda: sorting.spearman(X, torch.randn(3)), "shapes do not agree"),
+        (lambda: sorting.spearman_loss(X, [1.0]), "second argument must be a torch.Tensor"),
+        (lambda: sorting.spearman_loss(X, X, reduction="max"), "reduction must be one of"),
+    ],
+)  # fmt: skip
+def test_errors_in_words(call, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        call()
