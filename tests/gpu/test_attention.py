@@ -60,8 +60,10 @@ def test_the_gradient_of_the_temperature(width: float, metric: str) -> None:
     for backend, dtype in (("triton", torch.bfloat16), ("dense", torch.float64)):
         temperature = torch.full((2,), t, device="cuda", dtype=torch.float64).requires_grad_()
         tokens = (x.to(dtype) for x in (query, key, value))
-        out = espformer.esp_attention(*tokens, sort_temperature=temperature, metric=metric,
-                                      backend=backend)  # fmt: skip
+        out = espformer.esp_attention(
+            *tokens, sort_temperature=temperature, temperature_unit="absolute", metric=metric,
+            backend=backend,
+        )  # fmt: skip
         found.append(torch.autograd.grad(out, temperature, upstream.to(dtype))[0])
     torch.testing.assert_close(*found, rtol=0, atol=0.05 * float(found[1].abs().max()))
 
@@ -121,7 +123,7 @@ def test_captured_as_a_graph(hard: bool) -> None:
     upstream = torch.randn_like(leaves[0])
 
     def step() -> tuple[torch.Tensor, ...]:
-        out = espformer.esp_attention(*leaves, hard=hard)
+        out = espformer.esp_attention(*leaves, hard=hard, inverse_temperature=0.1)
         return (out, *torch.autograd.grad(out, leaves, upstream))
 
     side = torch.cuda.Stream()
