@@ -1,0 +1,166 @@
+"""Products with the kernel ``κ[n, j] = exp(-|s_n - s_j| / t)`` of sorted numbers, by recurrences.
+
+With ``a_n = exp(-(s_n - s_{n-1}) / t)``, one scan to the right and one to the left,
+
+    f_n = a_n f_{n-1} + x_n,    b_n = a_{n+1} (b_{n+1} + x_{n+1}),    (κx)_n = f_n + b_n.
+
+Rows are blocks of `lanes` columns, one after the other in a flat array: row i starts at
+``i * width``. A hard sort is the same with ``a_n`` zero, or one where numbers are equal.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from espformer.ops.esp.cpu.compiling import part
+from espformer.ops.esp.cpu.simd import LANES, exp, fill, load, store, total, where_above
+
+ELEMENTWISE = LANES[16]
+
+
+class Table(NamedTuple):
+    """The kernel needs no table: its type says which metric it is."""
+
+    pole: float
+
+
+class Laplacian(NamedTuple):
+    """κ of the n sorted numbers of one side of one slice."""
+
+    n: int
+    points: np.ndarray  # (n,), ascending
+    decays: np.ndarray  # (n,), the first is zero
+    gaps: np.ndarray  # (n,): points[i] - points[i - 1]
+    inv_bandwidth: float
+
+
+@part
+def new_kernel(table, points):  # type: ignore[no-untyped-def]
+    """Room for the kernels of rows as long as `points`."""
+    room = -(-len(points) // 16) * 16
+    number = points.dtype.type
+    return Laplacian(
+        0, points, np.zeros(room, points.dtype), np.zeros(room, points.dtype), number(1)
+    )
+
+
+@part
+def set_kernel(table, room, points, n, inv_bandwidth, hard, average):  # type: ignore[no-untyped-def]
+    """The kernel of n sorted numbers, in the room of another.
+
+    A hard sort is the limit of zero temperature: nothing decays between equal numbers if they
+    share (`average`), and nothing is left of all others.
+    """
+    decays, gaps = room.decays, room.gaps
+    gaps[0] = decays[0] = 0
+    if hard:
+        for i in range(1, n):
+            decays[i] = 1 if average and points[i] == points[i - 1] else 0
+    else:
+        most = points.dtype.type(41.4)  # exp of less is negligible, see `exponentials.NEGLIGIBLE`
+        for i in range(1, n):
+            gaps[i] = points[i] - points[i - 1]
+        for i in range(0, n, 16):
+            x = -inv_bandwidth * load(gaps, i, ELEMENTWISE)
+            store(decays, i, where_above(x, -most, exp(x)))
+        decays[0] = 0
+    return Laplacian(n, points, decays, gaps, inv_bandwidth)
+
+
+@part
+def multiply(kernel, x, order, scale, y, lanes):  # type: ignore[no-untyped-def]
+    """``y_n = Σ_j κ[n, j] scale_j x[order_j]``."""
+    n, decays = kernel.n, kernel.decays
+    width = 8 * len(lanes)
+    zero = fill(decays.dtype.type(0), lanes)
+    left = zero
+    for i in range(n):
+        left = decays[i] * left + scale[i] * load(x, order[i] * width, lanes)
+        store(y, i * width, left)
+    right = zero
+    for i in range(n - 2, -1, -1):
+        right = decays[i + 1] * (right + scale[i + 1] * load(x, order[i + 1] * width, lanes))
+        store(y, i * width, load(y, i * width, lanes) + right)
+
+
+@part
+def multiply_with_slope(kernel, x, order, scale, y, slope, lanes):  # type: ignore[no-untyped-def]
+    """`multiply`, and ``slope_n = Σ_j sign(s_j - s_n) κ[n, j] scale_j x[order_j]``.
+
+    That is t times the derivative in s_n, zero between equal numbers: they count for neither side.
+    """
+    n, points, decays = kernel.n, kernel.points, kernel.decays
+    width = 8 * len(lanes)
+    zero = fill(decays.dtype.type(0), lanes)
+    upto, left = zero, zero
+    for i in range(n):
+        if i == 0 or points[i] != points[i - 1]:
+            left = decays[i] * upto
+            upto = left
+        upto = upto + scale[i] * load(x, order[i] * width, lanes)
+        store(slope, i * width, left)
+    right, here = zero, zero  # beyond this number, and at it
+    for i in range(n - 1, -1, -1):
+        if i == n - 1 or points[i] != points[i + 1]:
+            if i < n - 1:
+                right = decays[i + 1] * (right + here)
+            here = scale[i] * load(x, order[i] * width, lanes)
+            j = i - 1
+            while j >= 0 and points[j] == points[i]:
+                here = here + scale[j] * load(x, order[j] * width, lanes)
+                j -= 1
+        left = load(slope, i * width, lanes)
+        store(y, i * width, left + right + here)
+        store(slope, i * width, right - left)
+
+
+@part
+def stretch(kernel, x, x_order, x_scale, p, p_order, p_scale, lanes):  # type: ignore[no-untyped-def]
+    """``-Σ_{j<n} (s_n - s_j) κ[n, j] (p_n · x_j + x_n · p_j)``, added up pair by pair.
+
+    First moments obey ``f'_n = a_n (f'_{n-1} + gap_n f_{n-1})``.
+    """
+    n, decays, gaps = kernel.n, kernel.decays, kernel.gaps
+    width = 8 * len(lanes)
+    zero = fill(decays.dtype.type(0), lanes)
+    x_sum, x_moment, p_sum, p_moment, pulls = zero, zero, zero, zero, zero
+    for i in range(n):
+        a = decays[i]
+        x_moment = a * (x_moment + gaps[i] * x_sum)
+        p_moment = a * (p_moment + gaps[i] * p_sum)
+        x_row = x_scale[i] * load(x, x_order[i] * width, lanes)
+        p_row = p_scale[i] * load(p, p_order[i] * width, lanes)
+        pulls = pulls + p_row * x_moment + x_row * p_moment
+        x_sum = a * x_sum + x_row
+        p_sum = a * p_sum + p_row
+    return -total(pulls)
+
+
+@part
+def multiply_column(kernel, x, y):  # type: ignore[no-untyped-def]
+    """``y = κ x`` for one number per rank; the two scans run side by side."""
+    n, decays = kernel.n, kernel.decays
+    zero = decays.dtype.type(0)
+    half = n // 2
+    left, right = zero, zero
+    # Until they meet each scan writes, afterwards it adds to what the other has written.
+    for i in range(half):
+        j = n - 1 - i
+        left = decays[i] * left + x[i]
+        if i > 0:
+            right = decays[j + 1] * (right + x[j + 1])
+        y[i] = left
+        y[j] = right
+    if n % 2:
+        left = decays[half] * left + x[half]
+        if half > 0:
+            right = decays[half + 1] * (right + x[half + 1])
+        y[half] = left + right
+    for i in range(n - half, n):
+        j = n - 1 - i
+        left = decays[i] * left + x[i]
+        right = decays[j + 1] * (right + x[j + 1])
+        y[i] += left
+        y[j] += right
