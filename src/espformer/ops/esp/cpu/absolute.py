@@ -10,68 +10,38 @@ Rows are blocks of `lanes` columns, one after the other in a flat array: row i s
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import numpy as np
-
-from espformer.ops.esp.cpu.compiling import part
+from espformer.ops.esp.cpu.compiling import part, stand_alone
 from espformer.ops.esp.cpu.simd import LANES, exp, fill, load, store, total, where_above
 
 ELEMENTWISE = LANES[16]
 
 
-class Table(NamedTuple):
-    """The kernel needs no table: its type says which metric it is."""
-
-    pole: float
-
-
-class Laplacian(NamedTuple):
-    """κ of the n sorted numbers of one side of one slice."""
-
-    n: int
-    points: np.ndarray  # (n,), ascending
-    decays: np.ndarray  # (n,), the first is zero
-    gaps: np.ndarray  # (n,): points[i] - points[i - 1]
-    inv_bandwidth: float
-
-
 @part
-def new_kernel(table, points):  # type: ignore[no-untyped-def]
-    """Room for the kernels of rows as long as `points`."""
-    room = -(-len(points) // 16) * 16
-    number = points.dtype.type
-    return Laplacian(
-        0, points, np.zeros(room, points.dtype), np.zeros(room, points.dtype), number(1)
-    )
-
-
-@part
-def set_kernel(table, room, points, n, inv_bandwidth, hard, average):  # type: ignore[no-untyped-def]
-    """The kernel of n sorted numbers, in the room of another.
+def set_decays(points, n, inv_bandwidth, hard, average, gaps, decays):  # type: ignore[no-untyped-def]
+    """``gaps[i] = points[i] - points[i - 1]`` and ``decays[i] = exp(-gaps[i] · inv_bandwidth)``.
 
     A hard sort is the limit of zero temperature: nothing decays between equal numbers if they
-    share (`average`), and nothing is left of all others.
+    share (`average`), and nothing is left of all others. There is room for multiples of 16.
     """
-    decays, gaps = room.decays, room.gaps
+    stand_alone()
     gaps[0] = decays[0] = 0
     if hard:
         for i in range(1, n):
             decays[i] = 1 if average and points[i] == points[i - 1] else 0
-    else:
-        most = points.dtype.type(41.4)  # exp of less is negligible, see `exponentials.NEGLIGIBLE`
-        for i in range(1, n):
-            gaps[i] = points[i] - points[i - 1]
-        for i in range(0, n, 16):
-            x = -inv_bandwidth * load(gaps, i, ELEMENTWISE)
-            store(decays, i, where_above(x, -most, exp(x)))
-        decays[0] = 0
-    return Laplacian(n, points, decays, gaps, inv_bandwidth)
+        return
+    most = points.dtype.type(41.4)  # exp of less is negligible, see `exponentials.NEGLIGIBLE`
+    for i in range(1, n):
+        gaps[i] = points[i] - points[i - 1]
+    for i in range(0, n, 16):
+        x = -inv_bandwidth * load(gaps, i, ELEMENTWISE)
+        store(decays, i, where_above(x, -most, exp(x)))
+    decays[0] = 0
 
 
 @part
 def multiply(kernel, x, order, scale, y, lanes):  # type: ignore[no-untyped-def]
     """``y_n = Σ_j κ[n, j] scale_j x[order_j]``."""
+    stand_alone()
     n, decays = kernel.n, kernel.decays
     width = 8 * len(lanes)
     zero = fill(decays.dtype.type(0), lanes)
@@ -91,6 +61,7 @@ def multiply_with_slope(kernel, x, order, scale, y, slope, lanes):  # type: igno
 
     That is t times the derivative in s_n, zero between equal numbers: they count for neither side.
     """
+    stand_alone()
     n, points, decays = kernel.n, kernel.points, kernel.decays
     width = 8 * len(lanes)
     zero = fill(decays.dtype.type(0), lanes)
@@ -122,6 +93,7 @@ def stretch(kernel, x, x_order, x_scale, p, p_order, p_scale, lanes):  # type: i
 
     First moments obey ``f'_n = a_n (f'_{n-1} + gap_n f_{n-1})``.
     """
+    stand_alone()
     n, decays, gaps = kernel.n, kernel.decays, kernel.gaps
     width = 8 * len(lanes)
     zero = fill(decays.dtype.type(0), lanes)
@@ -141,6 +113,7 @@ def stretch(kernel, x, x_order, x_scale, p, p_order, p_scale, lanes):  # type: i
 @part
 def multiply_column(kernel, x, y):  # type: ignore[no-untyped-def]
     """``y = κ x`` for one number per rank; the two scans run side by side."""
+    stand_alone()
     n, decays = kernel.n, kernel.decays
     zero = decays.dtype.type(0)
     half = n // 2

@@ -17,26 +17,32 @@ from typing import NamedTuple
 
 import numpy as np
 
-from espformer.ops.esp.cpu.compiling import kernel, part
+from espformer.ops.esp.cpu.compiling import kernel, part, stand_alone
 from espformer.ops.esp.cpu.normalising import balance_gradient, balance_steps, room
-from espformer.ops.esp.cpu.products import (
+from espformer.ops.esp.cpu.kappa import (
     multiply,
     multiply_column,
     multiply_with_slope,
-    new_kernel,
+    new_kappa,
     stretch,
 )
 from espformer.ops.esp.cpu.rows import (
     add_products,
     add_products_with_tokens,
+    clear,
+    clear_blocks,
+    copy,
     couple,
     couple_back,
     new_blocks,
+    numbered,
+    ones,
     pack,
     scatter,
     squared_norms,
     unpack,
     weighted_product,
+    zeros,
 )
 from espformer.ops.esp.cpu.simd import LANES
 from espformer.ops.esp.cpu.soft_plan import couple_column, mix_squares, plan_of, row_sums
@@ -93,6 +99,8 @@ def form_gradient(
 
     `d_x` may be empty. `e_scale` and `h_scale` are room for one number per rank, `unit` ones.
     """
+    stand_alone()
+    stand_alone()
     n, m = plan.kappa_q.n, plan.kappa_k.n
     q_slopes, k_slopes = q_grad.slopes[head, l], k_grad.slopes[head, l]
     q_outs, k_outs = q_grad.scales_out[head, l], k_grad.scales_out[head, l]
@@ -112,7 +120,8 @@ def form_gradient(
         couple(rows.right, plan.k_out, plan.pairs, rows.coupled_right, n, lanes)
         couple_back(rows.left, plan.q_out, plan.pairs, rows.coupled_left, m, lanes)
         e_rows, h_rows = rows.coupled_left, rows.coupled_right
-        e_scale[:m], h_scale[:n] = plan.k_out[:m], plan.q_out[:n]
+        copy(plan.k_out, m, e_scale)
+        copy(plan.q_out, n, h_scale)
     else:
         e_rows, h_rows = rows.left, rows.right
         for i in range(n):
@@ -165,6 +174,7 @@ def _pull_back(
     d_x, lanes,
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """From the upstream gradient ``p_scale p`` of ``κ in x`` to dx, and its part of the slopes."""
+    stand_alone()
     n = kappa.n
     multiply_with_slope(kappa, p, ranks, p_scale, rows.product, rows.product_slope, lanes)
     add_products_with_tokens(x, order, rows.product_slope, n, scale_in, slopes, lanes)
@@ -191,30 +201,32 @@ def plans_gradient(
     d_y_blocks = new_blocks(rows_y, y.shape[2], number, lanes)
     rows = new_rows(rows_x, rows_y, pairs.rows.shape[1] > 0, number, width)
     most = max(rows_x, rows_y)
-    ones, ranks = np.ones(most, number), np.arange(most).astype(np.int32)
+    unit, ranks = ones(most, number), numbered(most)
     e_scale, h_scale = np.empty(most, number), np.empty(most, number)
-    q_room, k_room = new_kernel(table, ones[:rows_x]), new_kernel(table, ones[:rows_y])
+    q_room, k_room = new_kappa(table, rows_x, number), new_kappa(table, rows_y, number)
     for head in range(h0, h1):
-        d_x_blocks[:] = 0
-        d_y_blocks[:] = 0
+        clear_blocks(d_x_blocks)
+        clear_blocks(d_y_blocks)
         if queries.lengths[head] > 0 and keys.lengths[head] > 0:
             pack(x[head], centre[head], x_blocks, lanes)
             pack(y[head], centre[head], y_blocks, lanes)
             for l in range(l0, l1):
                 plan = plan_of(
-                    table, settings, q_room, k_room, ones, queries, keys, pairs, head, l
-                )
+                    settings, wanted.slopes, q_room, k_room, unit, queries, keys, pairs,
+                    head, l,
+                )  # fmt: skip
                 found = number.type(0)
                 # A slice without weight, dropped or dear, has no gradient.
                 for block in range(len(x_blocks) if weights[head, l] != 0 else 0):
                     found += form_gradient(
                         plan, x_blocks[block], y_blocks[block], weights[head, l], wanted, rows,
-                        ranks, e_scale, h_scale, ones, q_grad, k_grad, head, l,
+                        ranks, e_scale, h_scale, unit, q_grad, k_grad, head, l,
                         d_x_blocks[block], d_y_blocks[block], lanes,
                     )  # fmt: skip
                 forms[head, l] = found
         else:
-            forms[head, l0:l1] = 0
+            for l in range(l0, l1):
+                forms[head, l] = 0
         if d_x.shape[1]:
             unpack(d_x_blocks, d_x[head], lanes)
         unpack(d_y_blocks, d_y[head], lanes)
@@ -244,17 +256,19 @@ class Columns(NamedTuple):
 def new_columns(count, steps, number):  # type: ignore[no-untyped-def]
     n, width = room(count), 8 * len(COLUMNS)
     return Columns(
-        np.zeros(n, number), np.zeros(n, number), np.ones(n, number), np.ones(n, number),
-        np.zeros(n, number), np.zeros(n, number), np.zeros(n, number), np.zeros(n, number),
-        np.zeros(n * width, number), np.zeros(n * width, number), np.empty(n * width, number),
+        zeros(n, number), zeros(n, number), ones(n, number), ones(n, number),
+        zeros(n, number), zeros(n, number), zeros(n, number), zeros(n, number),
+        zeros(n * width, number), zeros(n * width, number), np.empty(n * width, number),
         np.empty(n * width, number), np.empty(n * width, number),
-        np.ones((steps, n), number), np.ones((steps, n), number),
+        np.empty((steps, n), number), np.empty((steps, n), number),
     )  # fmt: skip
 
 
 @part
 def _squares_gradient(kappa, order, scale_in, scale_out, weight, columns, d_out, d_in):  # type: ignore[no-untyped-def]
     """Of ``weight Σ_n out_n (κ in ‖x‖²)_n met_n``."""
+    stand_alone()
+    stand_alone()
     n, width = kappa.n, 8 * len(COLUMNS)
     at_rank, mixed = columns.at_rank, columns.mixed
     mix_squares(kappa, order, scale_in, columns.squares, at_rank, mixed)
@@ -275,6 +289,7 @@ def _squares_gradient(kappa, order, scale_in, scale_out, weight, columns, d_out,
 @part
 def _sums_gradient(kappa, scale_in, scale_out, columns, d_sums, d_out, d_in):  # type: ignore[no-untyped-def]
     """Of the row sums ``out κ in``; they are constant unless balanced."""
+    stand_alone()
     n, width = kappa.n, 8 * len(COLUMNS)
     at_rank, mixed = columns.at_rank, columns.mixed
     for i in range(n):
@@ -288,11 +303,12 @@ def _sums_gradient(kappa, scale_in, scale_out, columns, d_sums, d_out, d_in):  #
 
 
 @part
-def _scales_gradient(kappa, scale_out, balanced, exponents, ones, columns, d_out, d_in):  # type: ignore[no-untyped-def]
+def _scales_gradient(kappa, scale_out, balanced, exponents, unit, columns, d_out, d_in):  # type: ignore[no-untyped-def]
     """From the gradient of the scales to pairs that pull at the points."""
+    stand_alone()
     n, width = kappa.n, 8 * len(COLUMNS)
     if balanced:
-        balance_steps(kappa, ones, exponents, columns.x, columns.r, columns.mixed)
+        balance_steps(kappa, unit, exponents, columns.x, columns.r, columns.mixed)
         for i in range(n):
             columns.d_scale[i] = d_out[i] + d_in[i]
         balance_gradient(
@@ -306,20 +322,21 @@ def _scales_gradient(kappa, scale_out, balanced, exponents, ones, columns, d_out
 
 
 @part
-def _finish_side(kappa, order, columns, slopes, ranks, ones, wanted, inv_bandwidth, d_inv, d_numbers):  # type: ignore[no-untyped-def]
+def _finish_side(kappa, order, columns, slopes, ranks, unit, wanted, inv_bandwidth, d_inv, d_numbers):  # type: ignore[no-untyped-def]
     """Lets the pairs pull, and brings the slopes of one slice to its tokens."""
+    stand_alone()
     n = kappa.n
     for operand, other, into in (
         (columns.operands, columns.gradients, columns.slopes),
         (columns.gradients, columns.operands, columns.other_slopes),
     ):
-        multiply_with_slope(kappa, operand, ranks, ones, columns.product, into, COLUMNS)
-        add_products(into, other, n, ones, ones.dtype.type(1), slopes, COLUMNS)
+        multiply_with_slope(kappa, operand, ranks, unit, columns.product, into, COLUMNS)
+        add_products(into, other, n, unit, unit.dtype.type(1), slopes, COLUMNS)
     for i in range(n):
         d_numbers[order[i]] = inv_bandwidth * slopes[i]
     if wanted.inv_bandwidth:
         d_inv += stretch(
-            kappa, columns.operands, ranks, ones, columns.gradients, ranks, ones, COLUMNS
+            kappa, columns.operands, ranks, unit, columns.gradients, ranks, unit, COLUMNS
         )
     return d_inv
 
@@ -338,8 +355,8 @@ def finish_gradient(
     steps = len(settings.exponents) + 1 if settings.balanced else 0
     q, k = new_columns(rows, steps, number), new_columns(columns, steps, number)
     most = max(rows, columns)
-    ones, ranks = np.ones(room(most), number), np.arange(most).astype(np.int32)
-    q_room, k_room = new_kernel(table, ones[:rows]), new_kernel(table, ones[:columns])
+    unit, ranks = ones(room(most), number), numbered(most)
+    q_room, k_room = new_kappa(table, rows, number), new_kappa(table, columns, number)
     q_blocks = new_blocks(rows, query.shape[2], number, lanes)
     k_blocks = new_blocks(columns, key.shape[2], number, lanes)
     empty = np.empty(0, number)
@@ -352,11 +369,11 @@ def finish_gradient(
             pack(key[head], centre[head], k_blocks, lanes)
             squared_norms(q_blocks, rows, q.squares, lanes)
             squared_norms(k_blocks, columns, k.squares, lanes)
-            q.d_squares[:] = 0
-            k.d_squares[:] = 0
+            clear(q.d_squares, rows)
+            clear(k.d_squares, columns)
         for l in range(l0, l1):
             plan = plan_of(
-                table, settings, q_room, k_room, ones, queries, keys, pairs, head, l
+                settings, wanted.slopes, q_room, k_room, unit, queries, keys, pairs, head, l
             )
             q_out, k_out = q_grad.scales_out[head, l], k_grad.scales_out[head, l]
             q_in = q_grad.scales_in[head, l] if settings.balanced else empty
@@ -365,8 +382,8 @@ def finish_gradient(
                 weight = d_costs[head, l] / n
                 row_sums(plan.kappa_q, plan.q_in, plan.q_out, settings.balanced, q.sums)
                 row_sums(plan.kappa_k, plan.k_in, plan.k_out, settings.balanced, k.sums)
-                q.met[:n] = couple_column(plan.pairs, k.sums, q.met, False)[:n]
-                k.met[:m] = couple_column(plan.pairs, q.sums, k.met, True)[:m]
+                copy(couple_column(plan.pairs, k.sums, q.met, False), n, q.met)
+                copy(couple_column(plan.pairs, q.sums, k.met, True), m, k.met)
                 _squares_gradient(
                     plan.kappa_q, plan.q_order, plan.q_in, plan.q_out, weight, q, q_out, q_in
                 )
@@ -380,20 +397,20 @@ def finish_gradient(
                     _sums_gradient(plan.kappa_k, plan.k_in, plan.k_out, k, d_k_sums, k_out, k_in)
             if wanted.slopes:
                 _scales_gradient(
-                    plan.kappa_q, plan.q_out, settings.balanced, settings.exponents, ones, q,
+                    plan.kappa_q, plan.q_out, settings.balanced, settings.exponents, unit, q,
                     q_out, q_in,
                 )  # fmt: skip
                 _scales_gradient(
-                    plan.kappa_k, plan.k_out, settings.balanced, settings.exponents, ones, k,
+                    plan.kappa_k, plan.k_out, settings.balanced, settings.exponents, unit, k,
                     k_out, k_in,
                 )  # fmt: skip
                 inv_bandwidth = settings.inv_bandwidth[head]
                 q_grad.inv_bandwidth[head, l] = _finish_side(
-                    plan.kappa_q, plan.q_order, q, q_grad.slopes[head, l], ranks, ones, wanted,
+                    plan.kappa_q, plan.q_order, q, q_grad.slopes[head, l], ranks, unit, wanted,
                     inv_bandwidth, q_grad.inv_bandwidth[head, l], d_query_numbers[head, l],
                 )  # fmt: skip
                 k_grad.inv_bandwidth[head, l] = _finish_side(
-                    plan.kappa_k, plan.k_order, k, k_grad.slopes[head, l], ranks, ones, wanted,
+                    plan.kappa_k, plan.k_order, k, k_grad.slopes[head, l], ranks, unit, wanted,
                     inv_bandwidth, k_grad.inv_bandwidth[head, l], d_key_numbers[head, l],
                 )  # fmt: skip
         if with_costs:

@@ -7,8 +7,8 @@ by one, as in torch: the gradient is that of what is computed, to the last digit
 
 from __future__ import annotations
 
-from espformer.ops.esp.cpu.compiling import part
-from espformer.ops.esp.cpu.products import multiply_column
+from espformer.ops.esp.cpu.compiling import part, stand_alone
+from espformer.ops.esp.cpu.kappa import multiply_column
 from espformer.ops.esp.cpu.simd import LANES, exp, load, log, store
 
 WIDE = LANES[16]
@@ -23,6 +23,7 @@ def room(n):  # type: ignore[no-untyped-def]
 @part
 def power(x, exponent, n, y):  # type: ignore[no-untyped-def]
     """``y = x ** exponent`` for positive x; what lies behind n is overwritten."""
+    stand_alone()
     for i in range(0, n, 16):
         store(y, i, exp(exponent * log(load(x, i, WIDE))))
 
@@ -30,6 +31,7 @@ def power(x, exponent, n, y):  # type: ignore[no-untyped-def]
 @part
 def row_scales(kernel, ones, scale):  # type: ignore[no-untyped-def]
     """``1 / κ1``."""
+    stand_alone()
     multiply_column(kernel, ones, scale)
     for i in range(kernel.n):
         scale[i] = 1 / scale[i]
@@ -41,6 +43,7 @@ def balance_steps(kernel, ones, exponents, x, r, spare):  # type: ignore[no-unty
 
     `x` is (steps + 1, room), `r` (steps + 1, room) with κ1 in the last row.
     """
+    stand_alone()
     n = kernel.n
     steps = len(exponents)
     multiply_column(kernel, ones, r[steps])
@@ -61,6 +64,7 @@ def balance_gradient(kernel, exponents, x, r, dx, spare, other, pairs, width):  
     Every product κx with an upstream gradient p is a pair of columns that pulls at the points: it
     is written to the first columns of `pairs`, operands and gradients, rows of `width` numbers.
     """
+    stand_alone()
     n = kernel.n
     operands, gradients = pairs
     steps = len(exponents)

@@ -19,7 +19,8 @@ from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
 from espformer.ops.esp.balancing import chebyshev_exponents
 from espformer.ops.esp.coupling import couple
-from espformer.ops.esp.cpu import gradients, soft_plan, tables
+from espformer.ops.esp.cpu import gradients, soft_plan
+from espformer.ops.esp.cpu.kappa import table_of
 from espformer.ops.esp.cpu.simd import LANES
 from espformer.ops.esp.cpu.soft_plan import Pairs, Settings, Side
 from espformer.ops.esp.cpu.threads import run, shares
@@ -91,7 +92,7 @@ def attend(
     `centre` (batch, m). `coupling` is empty if every sequence has as many queries as keys.
     """
     heads, slices, tokens = query_numbers.shape
-    table, settings = tables.table(metric, query.dtype), _settings(inv_bandwidth, balance, hard, ties)
+    table, settings = table_of(metric, query.dtype), _settings(inv_bandwidth, balance, hard, ties)
     q_parts, k_parts = _new_side(query_numbers), _new_side(key_numbers)
     queries, keys = _side(q_parts), _side(k_parts)
     width = value.shape[-1] + (query.shape[-1] if tau else 0)
@@ -159,7 +160,7 @@ def attend_backward(
     (with `width`, which needs slopes); what is not wanted is empty.
     """
     heads, slices, tokens = q_points.shape
-    table, settings = tables.table(metric, query.dtype), _settings(inv_bandwidth, balance, hard, ties)
+    table, settings = table_of(metric, query.dtype), _settings(inv_bandwidth, balance, hard, ties)
     queries = _side([q_lengths, q_order, q_points, q_scales])
     keys = _side([k_lengths, k_order, k_points, k_scales])
     pairs = _pairs(coupling, (q_lengths, k_lengths), tokens, k_points.shape[-1], query.dtype)

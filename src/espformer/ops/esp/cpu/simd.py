@@ -17,7 +17,8 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.core.extending import intrinsic, models, overload, register_model
+from numba.core.extending import intrinsic, lower_builtin, models, register_model
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 
 LANES = {8 * n: (0,) * n for n in (1, 2, 4)}
 
@@ -42,10 +43,6 @@ def _llvm(vector: Vector) -> ir.VectorType:
 
 def _number(vector: Vector) -> ir.Type:
     return ir.FloatType() if vector.dtype.bitwidth == 32 else ir.DoubleType()
-
-
-def _is_number(x: types.Type) -> bool:
-    return isinstance(x, types.Float)
 
 
 def _splat(builder: Any, number: Any, vector: Vector) -> Any:
@@ -85,7 +82,7 @@ def load(typingctx, array, offset, lanes):  # type: ignore[no-untyped-def]
     """The numbers of a flat array from `offset` on."""
     vector = Vector(array.dtype, 8 * lanes.count)
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         index = context.cast(builder, args[1], offset, types.intp)
         address = _address(context, builder, array, args[0], index, vector)
         return builder.load(address, align=vector.dtype.bitwidth // 8, typ=_llvm(vector))
@@ -97,7 +94,7 @@ def load(typingctx, array, offset, lanes):  # type: ignore[no-untyped-def]
 def store(typingctx, array, offset, value):  # type: ignore[no-untyped-def]
     """Writes a vector into a flat array, from `offset` on."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         index = context.cast(builder, args[1], offset, types.intp)
         address = _address(context, builder, array, args[0], index, value)
         builder.store(args[2], address, align=value.dtype.bitwidth // 8)
@@ -111,7 +108,7 @@ def fill(typingctx, number, lanes):  # type: ignore[no-untyped-def]
     """The same number in every lane."""
     vector = Vector(number, 8 * lanes.count)
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return _splat(builder, args[0], vector)
 
     return vector(number, lanes), generate
@@ -121,7 +118,7 @@ def fill(typingctx, number, lanes):  # type: ignore[no-untyped-def]
 def total(typingctx, value):  # type: ignore[no-untyped-def]
     """The sum of the lanes."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         number = _number(value)
         name = f"llvm.vector.reduce.fadd.v{value.lanes}f{value.dtype.bitwidth}"
         operands = [ir.Constant(number, -0.0), args[0]]
@@ -130,40 +127,36 @@ def total(typingctx, value):  # type: ignore[no-untyped-def]
     return value.dtype(value), generate
 
 
-def _arithmetic(name: str) -> Any:
-    @intrinsic
-    def compute(typingctx, a, b):  # type: ignore[no-untyped-def]
-        vector = a if isinstance(a, Vector) else b
+def _arithmetic(symbol: Any, name: str) -> None:
+    """Defines an operator for vectors, and for a vector and a number."""
 
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            x, y = (
-                value if isinstance(kind, Vector) else _splat(builder, value, vector)
-                for value, kind in zip(args, (a, b), strict=True)
-            )
-            # A product and a sum may become one instruction, with one rounding.
-            return getattr(builder, name)(x, y, flags=("contract",))
+    @infer_global(symbol)
+    class Typing(AbstractTemplate):
+        def generic(self, args: Any, kws: Any) -> Any:
+            vectors = [x for x in args if isinstance(x, Vector)]
+            if len(args) == 2 and vectors:
+                vector = vectors[0]
+                number = vector.dtype
+                return signature(vector, *(x if isinstance(x, Vector) else number for x in args))
+            return None
 
-        return vector(a, b), generate
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        x, y = (
+            value if isinstance(kind, Vector) else _splat(builder, value, sig.return_type)
+            for value, kind in zip(args, sig.args, strict=True)
+        )
+        # A product and a sum may become one instruction, with one rounding.
+        return getattr(builder, name)(x, y, flags=("contract",))
 
-    return compute
-
-
-def _overload(symbol: Any, name: str) -> None:
-    compute = _arithmetic(name)
-
-    @overload(symbol, inline="never")
-    def choose(a, b):  # type: ignore[no-untyped-def]
-        vectors = [x for x in (a, b) if isinstance(x, Vector)]
-        if vectors and all(isinstance(x, Vector) or _is_number(x) for x in (a, b)):
-            return lambda a, b: compute(a, b)
-        return None
+    for kinds in ((Vector, Vector), (types.Float, Vector), (Vector, types.Float)):
+        lower_builtin(symbol, *kinds)(generate)
 
 
 for _symbol, _name in (
     (operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul"),
     (operator.truediv, "fdiv"),
 ):  # fmt: skip
-    _overload(_symbol, _name)
+    _arithmetic(_symbol, _name)
 
 
 def _horner(builder: Any, vector: Vector, x: Any, coefficients: list[float]) -> Any:
@@ -263,7 +256,7 @@ def _sine_and_cosine(builder: Any, vector: Vector, x: Any) -> tuple[Any, Any]:
 def _function(compute: Any) -> Any:
     @intrinsic
     def apply(typingctx, x):  # type: ignore[no-untyped-def]
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             return compute(builder, x, args[0])
 
         return x(x), generate
@@ -281,8 +274,21 @@ cos = _function(lambda builder, vector, x: _sine_and_cosine(builder, vector, x)[
 def where_above(typingctx, x, bound, value):  # type: ignore[no-untyped-def]
     """`value` in lanes where ``x > bound`` (a number), zero in the others."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         above = builder.fcmp_ordered(">", args[0], _splat(builder, args[1], x))
         return builder.select(above, args[2], _constant(0.0, value))
 
     return value(x, bound, value), generate
+
+
+@intrinsic
+def swap_halves(typingctx, x):  # type: ignore[no-untyped-def]
+    """The second half of the lanes, then the first."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        index, half = ir.IntType(32), x.lanes // 2
+        order = [*range(half, x.lanes), *range(half)]
+        mask = ir.Constant(ir.VectorType(index, x.lanes), [ir.Constant(index, i) for i in order])
+        return builder.shuffle_vector(args[0], ir.Constant(_llvm(x), ir.Undefined), mask)
+
+    return x(x), generate

@@ -11,17 +11,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from espformer.ops.esp.cpu.compiling import kernel, part
+from espformer.ops.esp.cpu.compiling import kernel, part, stand_alone
 from espformer.ops.esp.cpu.normalising import balance_steps, room, row_scales
-from espformer.ops.esp.cpu.products import multiply, multiply_column, new_kernel, set_kernel
+from espformer.ops.esp.cpu.kappa import multiply, multiply_column, new_kappa, set_kappa
 from espformer.ops.esp.cpu.rows import (
+    clear,
+    clear_blocks,
+    copy,
     couple,
     new_blocks,
+    numbered,
+    ones,
     pack,
     scatter,
     squared_norms,
     unpack,
     weighted_product,
+    zeros,
 )
 from espformer.ops.esp.cpu.sort import sort_tokens
 
@@ -68,14 +74,17 @@ class Plan(NamedTuple):
 
 
 @part
-def plan_of(table, settings, q_room, k_room, ones, queries, keys, pairs, head, l):  # type: ignore[no-untyped-def]
+def plan_of(settings, with_slope, q_room, k_room, unit, queries, keys, pairs, head, l):  # type: ignore[no-untyped-def]
     """The plan of a slice; its kernels live in the rooms."""
+    stand_alone()
     n, m = queries.lengths[head], keys.lengths[head]
     width, hard, average = settings.inv_bandwidth[head], settings.hard, settings.average
-    kappa_q = set_kernel(table, q_room, queries.points[head, l], n, width, hard, average)
-    kappa_k = set_kernel(table, k_room, keys.points[head, l], m, width, hard, average)
+    kappa_q = set_kappa(
+        q_room, queries.points[head, l], n, width, hard, average, with_slope
+    )
+    kappa_k = set_kappa(k_room, keys.points[head, l], m, width, hard, average, with_slope)
     q_out, k_out = queries.scales[head, l], keys.scales[head, l]
-    q_in, k_in = (q_out, k_out) if settings.balanced else (ones, ones)
+    q_in, k_in = (q_out, k_out) if settings.balanced else (unit, unit)
     own = Pairs(pairs.rows[head], pairs.columns[head], pairs.weights[head])
     return Plan(
         kappa_q, kappa_k, queries.order[head, l], keys.order[head, l],
@@ -87,13 +96,14 @@ def plan_of(table, settings, q_room, k_room, ones, queries, keys, pairs, head, l
 def sort_side(h0, h1, l0, l1, table, settings, numbers, mask, side):  # type: ignore[no-untyped-def]
     """Sorts (batch, L, N) numbers of the tokens that take part, and finds the scales of κ."""
     count = numbers.shape[2]
-    tokens, spare = np.arange(count).astype(np.int32), np.empty(count, np.int32)
+    tokens, spare = numbered(count), np.empty(count, np.int32)
     keys, spare_keys = np.empty(count, np.uint64), np.empty(count, np.uint64)
-    ones = np.ones(count, numbers.dtype)
-    kappa_room = new_kernel(table, ones)
+    unit = ones(count, numbers.dtype)
+    kappa_room = new_kappa(table, count, numbers.dtype)
     steps = len(settings.exponents)
-    x = np.ones((steps + 1 if settings.balanced else 0, room(count)), numbers.dtype)
-    r, powers = np.ones_like(x), np.empty(room(count), numbers.dtype)
+    kept = (steps + 1 if settings.balanced else 0, room(count))
+    x, r = np.empty(kept, numbers.dtype), np.empty(kept, numbers.dtype)
+    powers = np.empty(room(count), numbers.dtype)
     for head in range(h0, h1):
         n = count
         if mask.shape[1] > 0:
@@ -108,23 +118,24 @@ def sort_side(h0, h1, l0, l1, table, settings, numbers, mask, side):  # type: ig
         for l in range(l0, l1):
             order, points, scales = side.order[head, l], side.points[head, l], side.scales[head, l]
             sort_tokens(numbers[head, l], tokens, n, order, points, keys, spare_keys, spare)
-            kappa = set_kernel(
-                table, kappa_room, points, n, settings.inv_bandwidth[head],
-                settings.hard, settings.average,
+            kappa = set_kappa(
+                kappa_room, points, n, settings.inv_bandwidth[head],
+                settings.hard, settings.average, False,
             )  # fmt: skip
             if settings.balanced:
-                balance_steps(kappa, ones, settings.exponents, x, r, powers)
-                scales[:n] = x[steps, :n]
+                balance_steps(kappa, unit, settings.exponents, x, r, powers)
+                copy(x[steps], n, scales)
             else:
-                row_scales(kappa, ones, scales)
+                row_scales(kappa, unit, scales)
 
 
 @part
 def couple_column(pairs, x, y, back):  # type: ignore[no-untyped-def]
     """``y = T x``, or ``Tᵀ x``, for one number per rank; y is x itself without pairs."""
+    stand_alone()
     if len(pairs.rows) == 0:
         return x
-    y[:] = 0
+    clear(y, len(y))
     for i in range(len(pairs.rows)):
         if pairs.weights[i] != 0:
             if back:
@@ -137,6 +148,7 @@ def couple_column(pairs, x, y, back):  # type: ignore[no-untyped-def]
 @part
 def row_sums(kappa, scale_in, scale_out, balanced, sums):  # type: ignore[no-untyped-def]
     """``A1``: all ones if rows are normalised, nearly so if balanced."""
+    stand_alone()
     if balanced:
         multiply_column(kappa, scale_in, sums)
         for i in range(kappa.n):
@@ -146,6 +158,7 @@ def row_sums(kappa, scale_in, scale_out, balanced, sums):  # type: ignore[no-unt
 @part
 def mix_squares(kappa, order, scale_in, squares, at_rank, mixed):  # type: ignore[no-untyped-def]
     """``κ diag(in) ‖x‖²``, in rank order."""
+    stand_alone()
     for i in range(kappa.n):
         at_rank[i] = scale_in[i] * squares[order[i]]
     multiply_column(kappa, at_rank, mixed)
@@ -166,16 +179,17 @@ def slice_costs(
     y_q, y_k = np.empty(rows * width, number), np.empty(columns * width, number)
     coupled = np.empty(rows * width if pairs.rows.shape[1] else 0, number)
     most = max(rows, columns)
-    ones, mid = np.ones(most, number), np.empty(most, number)
+    unit, mid = ones(most, number), np.empty(most, number)
     at_rank, mixed = np.empty(most, number), np.empty(most, number)
     q_squares, k_squares = np.empty(rows, number), np.empty(columns, number)
-    q_sums, k_sums = np.ones(rows, number), np.ones(columns, number)
-    q_spare, k_spare = np.ones(rows, number), np.ones(columns, number)
-    q_room, k_room = new_kernel(table, ones[:rows]), new_kernel(table, ones[:columns])
+    q_sums, k_sums = ones(rows, number), ones(columns, number)
+    q_spare, k_spare = ones(rows, number), ones(columns, number)
+    q_room, k_room = new_kappa(table, rows, number), new_kappa(table, columns, number)
     for head in range(h0, h1):
         n, m = queries.lengths[head], keys.lengths[head]
         if n == 0 or m == 0:
-            costs[head, l0:l1] = 0
+            for l in range(l0, l1):
+                costs[head, l] = 0
             continue
         pack(query[head], centre[head], q_blocks, lanes)
         pack(key[head], centre[head], k_blocks, lanes)
@@ -183,7 +197,7 @@ def slice_costs(
         squared_norms(k_blocks, columns, k_squares, lanes)
         for l in range(l0, l1):
             plan = plan_of(
-                table, settings, q_room, k_room, ones, queries, keys, pairs, head, l
+                settings, False, q_room, k_room, unit, queries, keys, pairs, head, l
             )
             row_sums(plan.kappa_q, plan.q_in, plan.q_out, settings.balanced, q_sums)
             row_sums(plan.kappa_k, plan.k_in, plan.k_out, settings.balanced, k_sums)
@@ -222,19 +236,19 @@ def apply_plans(
     y_k, y_q = np.empty(columns * width, number), np.empty(rows * width, number)
     coupled = np.empty(rows * width if pairs.rows.shape[1] else 0, number)
     most = max(rows, columns)
-    ones, mid = np.ones(most, number), np.empty(most, number)
-    ranks, no_centre = np.arange(most).astype(np.int32), np.zeros(value.shape[2], number)
-    q_room, k_room = new_kernel(table, ones[:rows]), new_kernel(table, ones[:columns])
+    unit, mid = ones(most, number), np.empty(most, number)
+    ranks, no_centre = numbered(most), zeros(value.shape[2], number)
+    q_room, k_room = new_kappa(table, rows, number), new_kappa(table, columns, number)
     for head in range(h0, h1):
         n, m = queries.lengths[head], keys.lengths[head]
         if n == 0 or m == 0:
-            out[head] = 0
+            clear_blocks(out[head])
             continue
         pack(value[head], no_centre, v_blocks, lanes)
-        out_blocks[:] = 0
+        clear_blocks(out_blocks)
         for l in range(l0, l1):
             plan = plan_of(
-                table, settings, q_room, k_room, ones, queries, keys, pairs, head, l
+                settings, False, q_room, k_room, unit, queries, keys, pairs, head, l
             )
             is_coupled = len(plan.pairs.rows) > 0
             for i in range(n):

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.core.extending import intrinsic
 
-from espformer.ops.esp.cpu.compiling import part
+from espformer.ops.esp.cpu.compiling import part, stand_alone
 
 FEW = 96  # numbers whose ranks are counted
 
@@ -36,6 +36,7 @@ def sort_tokens(numbers, tokens, n, order, points, keys, spare_keys, spare):  # 
     `tokens` are the n that take part, ascending; equal numbers keep their order. `keys`,
     `spare_keys` (uint64) and `spare` (int32) are room for n each.
     """
+    stand_alone()
     zero = numbers.dtype.type(0)
     top = np.uint64(1) << np.uint64(8 * numbers.itemsize - 1)
     ones = top | (top - np.uint64(1))
@@ -63,6 +64,7 @@ def sort_tokens(numbers, tokens, n, order, points, keys, spare_keys, spare):  # 
 @part
 def _sort_by_digits(keys, order, spare_keys, spare, n, digits):  # type: ignore[no-untyped-def]
     """Sorts by the lowest `digits` bytes."""
+    stand_alone()
     counts = np.zeros((digits, 256), np.int32)
     for i in range(n):
         key = keys[i]
