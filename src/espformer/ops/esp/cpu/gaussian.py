@@ -254,7 +254,9 @@ def multiply_column(kernel, x, y):  # type: ignore[no-untyped-def]
                 for i in range(start, end):
                     found = fill(y.dtype.type(0), EIGHT)
                     for k in range(0, stride, 8):
-                        found = found + load(room.reading, i * stride + k, EIGHT) * load(z, k, EIGHT)
+                        found = found + load(room.reading, i * stride + k, EIGHT) * load(
+                            z, k, EIGHT
+                        )
                     y[i] = total(found)
             if states:
                 own_re, own_im = zero, zero

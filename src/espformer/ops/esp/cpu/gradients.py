@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 
 from espformer.ops.esp.cpu.compiling import kernel, part, stand_alone
-from espformer.ops.esp.cpu.normalising import balance_gradient, balance_steps, room
 from espformer.ops.esp.cpu.kappa import (
     multiply,
     multiply_column,
@@ -26,6 +25,7 @@ from espformer.ops.esp.cpu.kappa import (
     new_kappa,
     stretch,
 )
+from espformer.ops.esp.cpu.normalising import balance_gradient, balance_steps, room
 from espformer.ops.esp.cpu.rows import (
     add_products,
     add_products_with_tokens,
@@ -322,7 +322,9 @@ def _scales_gradient(kappa, scale_out, balanced, exponents, unit, columns, d_out
 
 
 @part
-def _finish_side(kappa, order, columns, slopes, ranks, unit, wanted, inv_bandwidth, d_inv, d_numbers):  # type: ignore[no-untyped-def]
+def _finish_side(
+    kappa, order, columns, slopes, ranks, unit, wanted, inv_bandwidth, d_inv, d_numbers
+):  # type: ignore[no-untyped-def]
     """Lets the pairs pull, and brings the slopes of one slice to its tokens."""
     stand_alone()
     n = kappa.n
@@ -416,7 +418,9 @@ def finish_gradient(
         if with_costs:
             for i in range(rows):
                 for j in range(query.shape[2]):
-                    d_query[head, i, j] += 2 * q.d_squares[i] * (query[head, i, j] - centre[head, j])
+                    d_query[head, i, j] += (
+                        2 * q.d_squares[i] * (query[head, i, j] - centre[head, j])
+                    )
             for i in range(columns):
                 for j in range(key.shape[2]):
                     d_key[head, i, j] += 2 * k.d_squares[i] * (key[head, i, j] - centre[head, j])

@@ -103,9 +103,7 @@ def set_kappa(room, points, n, inv_bandwidth, hard, average, with_slope):  # typ
         gaussian.set_chunks(table, points, n, inv_bandwidth, with_slope, room.chunks)
     else:
         absolute.set_decays(points, n, inv_bandwidth, hard, average, room.gaps, room.decays)
-    return Kappa(
-        n, points, inv_bandwidth, room.decays, room.gaps, table, room.chunks, is_gaussian
-    )
+    return Kappa(n, points, inv_bandwidth, room.decays, room.gaps, table, room.chunks, is_gaussian)
 
 
 @part

@@ -25,8 +25,8 @@ from espformer.ops.esp.cpu.simd import LANES
 from espformer.ops.esp.cpu.soft_plan import Pairs, Settings, Side
 from espformer.ops.esp.cpu.threads import run, shares
 
-TENSORS, OPTIONS = 9, 6  # of `cpu_attend`: the first arguments, and the last
-DIFFERENTIABLE = 6  # query, key, value, the two sorted, inv_bandwidth
+OPTIONS = 6  # the last arguments of `cpu_attend`
+DIFFERENTIABLE = 7  # the first: query, key, value, points of both, inv_bandwidth, slice_logits
 
 
 def _lanes(width: int) -> tuple[int, ...]:
@@ -47,11 +47,11 @@ def _side(parts: list[Tensor]) -> Side:
     return Side(*(_array(x) for x in parts))
 
 
-def _new_side(numbers: Tensor) -> list[Tensor]:
+def _new_side(points: Tensor) -> list[Tensor]:
     """Lengths, order, points and scales."""
-    lengths = torch.empty(numbers.shape[0], dtype=torch.int64)
-    order = torch.empty(numbers.shape, dtype=torch.int32)
-    return [lengths, order, torch.empty_like(numbers), torch.empty_like(numbers)]
+    lengths = torch.empty(points.shape[0], dtype=torch.int64)
+    order = torch.empty(points.shape, dtype=torch.int32)
+    return [lengths, order, torch.empty_like(points), torch.empty_like(points)]
 
 
 def _settings(inv_bandwidth: Tensor, balance: str, hard: bool, ties: str) -> Settings:
@@ -79,42 +79,40 @@ def _multiplications(numbers: Tensor, other: Tensor, *widths: int) -> int:
 
 @operator("cpu_attend")
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, query_numbers: Tensor, key_numbers: Tensor,
-    inv_bandwidth: Tensor, centre: Tensor, query_mask: Tensor | None, key_mask: Tensor | None,
-    keep: Tensor | None, tau: float, metric: str, balance: str, hard: bool, ties: str,
+    query: Tensor, key: Tensor, value: Tensor, query_points: Tensor, key_points: Tensor,
+    inv_bandwidth: Tensor, slice_logits: Tensor | None, centre: Tensor,
+    query_mask: Tensor | None, key_mask: Tensor | None, tau: float, metric: str, balance: str, hard: bool, ties: str,
     coupling: str,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
     """``N · G V`` (batch, N, d); the weights of the slices; two sides (see `Side`).
 
-    `query_numbers` (batch, L, N) and `key_numbers` are what is sorted, `inv_bandwidth` is (batch,),
-    `centre` (batch, m). `coupling` is empty if every sequence has as many queries as keys.
+    `query_points` (batch, L, N) and `key_points` are what is sorted, `inv_bandwidth` is (batch,),
+    `slice_logits` (batch, L), `centre` (batch, m). `coupling` is empty if every sequence has as many queries as keys.
     """
-    heads, slices, tokens = query_numbers.shape
+    heads, slices, tokens = query_points.shape
     table, settings = table_of(metric, query.dtype), _settings(inv_bandwidth, balance, hard, ties)
-    q_parts, k_parts = _new_side(query_numbers), _new_side(key_numbers)
+    q_parts, k_parts = _new_side(query_points), _new_side(key_points)
     queries, keys = _side(q_parts), _side(k_parts)
     width = value.shape[-1] + (query.shape[-1] if tau else 0)
-    work = shares(heads, slices, _multiplications(query_numbers, key_numbers, width))
+    work = shares(heads, slices, _multiplications(query_points, key_points, width))
     for numbers, mask, side in (
-        (query_numbers, query_mask, queries), (key_numbers, key_mask, keys),
+        (query_points, query_mask, queries), (key_points, key_mask, keys),
     ):  # fmt: skip
         operands = table, settings, _array(numbers), _mask(mask, heads), side
         run(soft_plan.sort_side, work, lambda _, operands=operands: operands)
-    pairs = _pairs(
-        coupling, (q_parts[0], k_parts[0]), tokens, key_numbers.shape[-1], query.dtype
-    )
+    pairs = _pairs(coupling, (q_parts[0], k_parts[0]), tokens, key_points.shape[-1], query.dtype)
     plan = table, settings, queries, keys, pairs
     costs = query.new_zeros(heads, slices)
     if tau:
         clouds = *(_array(x) for x in (query, key, centre, costs)), _lanes(query.shape[-1])
         run(soft_plan.slice_costs, work, lambda _: (*plan, *clouds))
     logits = -tau * costs
-    if keep is not None:
-        logits = logits.masked_fill(~keep, -torch.inf)
-    weights = logits.softmax(-1)
-    partial = value.new_empty(1 + max(x.part for x in work) if work else 1, heads, tokens, value.shape[-1])
+    weights = (logits if slice_logits is None else logits + slice_logits).softmax(-1)
+    partial = value.new_empty(
+        1 + max(x.part for x in work) if work else 1, heads, tokens, value.shape[-1]
+    )
     rows = _array(value), _array(weights)
     run(
         soft_plan.apply_plans, work,
@@ -155,9 +153,9 @@ def attend_backward(
     query: Tensor, key: Tensor, value: Tensor, inv_bandwidth: Tensor, centre: Tensor,
     tau: float, metric: str, balance: str, hard: bool, ties: str, coupling: str,
     costs: bool, slopes: bool, width: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key (with `costs`), value, both sorted (with `slopes`), inv_bandwidth
-    (with `width`, which needs slopes); what is not wanted is empty.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key (with `costs`), value, both points (with `slopes`), inv_bandwidth
+    (with `width`, which needs slopes), slice_logits; what is not wanted is empty.
     """
     heads, slices, tokens = q_points.shape
     table, settings = table_of(metric, query.dtype), _settings(inv_bandwidth, balance, hard, ties)
@@ -184,8 +182,9 @@ def attend_backward(
     )  # fmt: skip
     d_query, d_key = (query.new_zeros(parts, *x.shape) if costs else None for x in (query, key))
     d_costs = weights.new_zeros(heads, 0)
+    d_logits = weights * (forms - (weights * forms).sum(-1, keepdim=True))
     if costs:
-        d_costs = -tau * weights * (forms - (weights * forms).sum(-1, keepdim=True))
+        d_costs = -tau * d_logits
         share = -2 * d_costs / q_lengths.clamp(min=1).unsqueeze(-1)
         clouds = tuple(_array(x) for x in (query, key, centre, share))
         run(
@@ -195,9 +194,13 @@ def attend_backward(
                 _array(d_query[part]), _array(d_key[part]), _lanes(query.shape[-1]),
             ),
         )  # fmt: skip
-    d_numbers = [torch.zeros_like(x) if slopes else x.new_zeros(heads, 0, 0) for x in (q_points, k_points)]
+    d_numbers = [
+        torch.zeros_like(x) if slopes else x.new_zeros(heads, 0, 0) for x in (q_points, k_points)
+    ]
     if costs or slopes:
-        spots = [x if x is not None else query.new_zeros(parts, heads, 0, 0) for x in (d_query, d_key)]
+        spots = [
+            x if x is not None else query.new_zeros(parts, heads, 0, 0) for x in (d_query, d_key)
+        ]
         operands = tuple(_array(x) for x in (query, key, centre, d_costs))
         run(
             gradients.finish_gradient, work,
@@ -211,7 +214,7 @@ def attend_backward(
     d_width = query.new_empty(0)
     if width:
         d_width = torch.from_numpy((q_grad.inv_bandwidth + k_grad.inv_bandwidth).sum(-1))
-    return *found, d_width  # type: ignore[return-value]
+    return *found, d_width, d_logits  # type: ignore[return-value]
 
 
 def _new_gradient(points: Tensor, slopes: bool, balanced: bool) -> gradients.SideGradient:
@@ -230,14 +233,14 @@ def _(upstream: Tensor, weights: Tensor, *args: Any) -> tuple[Tensor, ...]:
     q_points, k_points, (query, key, value, inv_bandwidth) = args[2], args[6], args[8:12]
     costs, slopes, width = args[-3:]
     shapes = _room(
-        [costs, costs, True, slopes, slopes, width],
-        query, key, value, q_points, k_points, inv_bandwidth,
+        [costs, costs, True, slopes, slopes, width, True],
+        query, key, value, q_points, k_points, inv_bandwidth, weights,
     )  # fmt: skip
     return tuple(query.new_empty(shape) for shape in shapes)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, _, _, inv_bandwidth, centre = inputs[:7]
+    query, key, value, _, _, inv_bandwidth, _, centre = inputs[:8]
     ctx.options = inputs[-OPTIONS:]
     ctx.save_for_backward(*output[1:], query, key, value, inv_bandwidth, centre)
     ctx.mark_non_differentiable(*output[1:])
@@ -256,7 +259,7 @@ def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     costs = bool(tau) and (slopes or needs[0] or needs[1])
     found = attend_backward(upstream, *ctx.saved_tensors, *ctx.options, costs, slopes, width)
     rest = (None,) * (len(needs) - DIFFERENTIABLE)
-    wanted = (costs, costs, True, slopes, slopes, width)
+    wanted = (costs, costs, True, slopes, slopes, width, True)
     return *(
         x if want and need else None
         for x, want, need in zip(found, wanted, needs[:DIFFERENTIABLE], strict=True)

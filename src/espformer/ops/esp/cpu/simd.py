@@ -62,7 +62,9 @@ def _constant(x: float, vector: Vector) -> Any:
 
 def _call(builder: Any, name: str, result: Any, operands: list[Any], **flags: Any) -> Any:
     kind = ir.FunctionType(result, [x.type for x in operands])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), operands, **flags)
+    return builder.call(
+        cgutils.get_or_insert_function(builder.module, kind, name), operands, **flags
+    )
 
 
 def _math(builder: Any, name: str, vector: Vector, *operands: Any) -> Any:
@@ -184,9 +186,7 @@ def _exponential(builder: Any, vector: Vector, x: Any) -> Any:
     lowest, highest = (-87.0, 88.0) if bits == 32 else (-708.0, 709.0)
     x = _math(builder, "maxnum", vector, x, _constant(lowest, vector))
     x = _math(builder, "minnum", vector, x, _constant(highest, vector))
-    k = _math(
-        builder, "rint", vector, builder.fmul(x, _constant(1 / math.log(2), vector))
-    )
+    k = _math(builder, "rint", vector, builder.fmul(x, _constant(1 / math.log(2), vector)))
     minus_k = builder.fneg(k)
     r = x
     for share in _LN2[bits]:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from espformer.ops.esp.cpu.compiling import kernel, part, stand_alone
-from espformer.ops.esp.cpu.normalising import balance_steps, room, row_scales
 from espformer.ops.esp.cpu.kappa import multiply, multiply_column, new_kappa, set_kappa
+from espformer.ops.esp.cpu.normalising import balance_steps, room, row_scales
 from espformer.ops.esp.cpu.rows import (
     clear,
     clear_blocks,
@@ -79,9 +79,7 @@ def plan_of(settings, with_slope, q_room, k_room, unit, queries, keys, pairs, he
     stand_alone()
     n, m = queries.lengths[head], keys.lengths[head]
     width, hard, average = settings.inv_bandwidth[head], settings.hard, settings.average
-    kappa_q = set_kappa(
-        q_room, queries.points[head, l], n, width, hard, average, with_slope
-    )
+    kappa_q = set_kappa(q_room, queries.points[head, l], n, width, hard, average, with_slope)
     kappa_k = set_kappa(k_room, keys.points[head, l], m, width, hard, average, with_slope)
     q_out, k_out = queries.scales[head, l], keys.scales[head, l]
     q_in, k_in = (q_out, k_out) if settings.balanced else (unit, unit)
@@ -196,9 +194,7 @@ def slice_costs(
         squared_norms(q_blocks, rows, q_squares, lanes)
         squared_norms(k_blocks, columns, k_squares, lanes)
         for l in range(l0, l1):
-            plan = plan_of(
-                settings, False, q_room, k_room, unit, queries, keys, pairs, head, l
-            )
+            plan = plan_of(settings, False, q_room, k_room, unit, queries, keys, pairs, head, l)
             row_sums(plan.kappa_q, plan.q_in, plan.q_out, settings.balanced, q_sums)
             row_sums(plan.kappa_k, plan.k_in, plan.k_out, settings.balanced, k_sums)
             met_q = couple_column(plan.pairs, k_sums, q_spare, False)
@@ -218,9 +214,7 @@ def slice_costs(
                 multiply(plan.kappa_k, k_blocks[block], plan.k_order, plan.k_in, y_k, lanes)
                 if is_coupled:
                     couple(y_k, plan.k_out, plan.pairs, coupled, n, lanes)
-                cost -= 2 * weighted_product(
-                    y_q, coupled if is_coupled else y_k, n, mid, lanes
-                )
+                cost -= 2 * weighted_product(y_q, coupled if is_coupled else y_k, n, mid, lanes)
             costs[head, l] = cost / n
 
 
@@ -247,9 +241,7 @@ def apply_plans(
         pack(value[head], no_centre, v_blocks, lanes)
         clear_blocks(out_blocks)
         for l in range(l0, l1):
-            plan = plan_of(
-                settings, False, q_room, k_room, unit, queries, keys, pairs, head, l
-            )
+            plan = plan_of(settings, False, q_room, k_room, unit, queries, keys, pairs, head, l)
             is_coupled = len(plan.pairs.rows) > 0
             for i in range(n):
                 mid[i] = plan.q_out[i] if is_coupled else plan.q_out[i] * plan.k_out[i]
@@ -257,10 +249,6 @@ def apply_plans(
                 multiply(plan.kappa_k, v_blocks[block], plan.k_order, plan.k_in, y_k, lanes)
                 if is_coupled:
                     couple(y_k, plan.k_out, plan.pairs, coupled, n, lanes)
-                multiply(
-                    plan.kappa_q, coupled if is_coupled else y_k, ranks, mid, y_q, lanes
-                )
-                scatter(
-                    y_q, n, plan.q_order, plan.q_in, weights[head, l], out_blocks[block], lanes
-                )
+                multiply(plan.kappa_q, coupled if is_coupled else y_k, ranks, mid, y_q, lanes)
+                scatter(y_q, n, plan.q_order, plan.q_in, weights[head, l], out_blocks[block], lanes)
         unpack(out_blocks, out[head], lanes)
