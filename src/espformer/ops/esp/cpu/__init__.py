@@ -12,7 +12,7 @@ from espformer.ops.esp.problem import Problem
 
 
 def attend(problem: Problem, value: Tensor) -> Tensor:
-    """``N · G V``: (batch, N, d), in time and memory linear in N; a head that holds NaN is all NaN."""
+    """``N · G V``: (batch, N, d), in linear time and memory; a head that holds NaN is all NaN."""
     marker = problem.nonfinite_marker().view(-1, 1, 1)
     problem, value = problem.scaled(), value.to(problem.dtype)
     options = problem.options

@@ -17,32 +17,32 @@ ELEMENTWISE = LANES[16]
 
 
 @part
-def set_decays(points, n, inv_bandwidth, hard, average, gaps, decays):  # type: ignore[no-untyped-def]
-    """``gaps[i] = points[i] - points[i - 1]`` and ``decays[i] = exp(-gaps[i] · inv_bandwidth)``.
+def set_decays(points, n, inv_bandwidth, hard, average, decays):  # type: ignore[no-untyped-def]
+    """``decays[i] = exp(-(points[i] - points[i - 1]) · inv_bandwidth)``.
 
     A hard sort is the limit of zero temperature: nothing decays between equal numbers if they
     share (`average`), and nothing is left of all others. There is room for multiples of 16.
     """
     stand_alone()
-    gaps[0] = decays[0] = 0
+    decays[0] = 0
     if hard:
         for i in range(1, n):
             decays[i] = 1 if average and points[i] == points[i - 1] else 0
         return
     most = points.dtype.type(41.4)  # exp of less is negligible, see `exponentials.NEGLIGIBLE`
     for i in range(1, n):
-        gaps[i] = points[i] - points[i - 1]
+        decays[i] = (points[i - 1] - points[i]) * inv_bandwidth
     for i in range(0, n, 16):
-        x = -inv_bandwidth * load(gaps, i, ELEMENTWISE)
+        x = load(decays, i, ELEMENTWISE)
         store(decays, i, where_above(x, -most, exp(x)))
     decays[0] = 0
 
 
 @part
-def multiply(kernel, x, order, scale, y, lanes):  # type: ignore[no-untyped-def]
+def multiply(kappa, x, order, scale, y, lanes):  # type: ignore[no-untyped-def]
     """``y_n = Σ_j κ[n, j] scale_j x[order_j]``."""
     stand_alone()
-    n, decays = kernel.n, kernel.decays
+    n, decays = kappa.n, kappa.decays
     width = 8 * len(lanes)
     zero = fill(decays.dtype.type(0), lanes)
     left = zero
@@ -56,13 +56,13 @@ def multiply(kernel, x, order, scale, y, lanes):  # type: ignore[no-untyped-def]
 
 
 @part
-def multiply_with_slope(kernel, x, order, scale, y, slope, lanes):  # type: ignore[no-untyped-def]
+def multiply_with_slope(kappa, x, order, scale, y, slope, lanes):  # type: ignore[no-untyped-def]
     """`multiply`, and ``slope_n = Σ_j sign(s_j - s_n) κ[n, j] scale_j x[order_j]``.
 
     That is t times the derivative in s_n, zero between equal numbers: they count for neither side.
     """
     stand_alone()
-    n, points, decays = kernel.n, kernel.points, kernel.decays
+    n, points, decays = kappa.n, kappa.points, kappa.decays
     width = 8 * len(lanes)
     zero = fill(decays.dtype.type(0), lanes)
     upto, left = zero, zero
@@ -88,20 +88,20 @@ def multiply_with_slope(kernel, x, order, scale, y, slope, lanes):  # type: igno
 
 
 @part
-def stretch(kernel, x, x_order, x_scale, p, p_order, p_scale, lanes):  # type: ignore[no-untyped-def]
+def stretch(kappa, x, x_order, x_scale, p, p_order, p_scale, lanes):  # type: ignore[no-untyped-def]
     """``-Σ_{j<n} (s_n - s_j) κ[n, j] (p_n · x_j + x_n · p_j)``, added up pair by pair.
 
     First moments obey ``f'_n = a_n (f'_{n-1} + gap_n f_{n-1})``.
     """
     stand_alone()
-    n, decays, gaps = kernel.n, kernel.decays, kernel.gaps
+    n, points, decays = kappa.n, kappa.points, kappa.decays
     width = 8 * len(lanes)
     zero = fill(decays.dtype.type(0), lanes)
     x_sum, x_moment, p_sum, p_moment, pulls = zero, zero, zero, zero, zero
     for i in range(n):
-        a = decays[i]
-        x_moment = a * (x_moment + gaps[i] * x_sum)
-        p_moment = a * (p_moment + gaps[i] * p_sum)
+        a, gap = decays[i], points[i] - points[max(i - 1, 0)]
+        x_moment = a * (x_moment + gap * x_sum)
+        p_moment = a * (p_moment + gap * p_sum)
         x_row = x_scale[i] * load(x, x_order[i] * width, lanes)
         p_row = p_scale[i] * load(p, p_order[i] * width, lanes)
         pulls = pulls + p_row * x_moment + x_row * p_moment
@@ -111,10 +111,10 @@ def stretch(kernel, x, x_order, x_scale, p, p_order, p_scale, lanes):  # type: i
 
 
 @part
-def multiply_column(kernel, x, y):  # type: ignore[no-untyped-def]
+def multiply_column(kappa, x, y):  # type: ignore[no-untyped-def]
     """``y = κ x`` for one number per rank; the two scans run side by side."""
     stand_alone()
-    n, decays = kernel.n, kernel.decays
+    n, decays = kappa.n, kappa.decays
     zero = decays.dtype.type(0)
     half = n // 2
     left, right = zero, zero

@@ -1,4 +1,4 @@
-"""How the kernels are compiled: once, kept on disk where that is possible, without Python's lock."""
+"""How kernels are compiled: once, kept on disk where that is possible, without Python's lock."""
 
 from __future__ import annotations
 

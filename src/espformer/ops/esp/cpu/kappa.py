@@ -17,93 +17,65 @@ from espformer.ops.esp.cpu.simd import LANES
 from espformer.ops.esp.exponentials import exponential_sum
 
 
-class Table(NamedTuple):
-    """Poles and weights of a sum of exponentials, once for the left and once for the right."""
+def table_of(metric: str, dtype: torch.dtype) -> tuple[np.ndarray, tuple[int, ...]]:
+    """The poles of a metric, once for the left and once for the right, and lanes for them.
 
-    is_gaussian: bool
-    decays: np.ndarray  # -Re p, twice
-    turns: np.ndarray  # -Im p, twice
-    weights: np.ndarray  # Re w, twice, then Im w, twice
-    slopes: np.ndarray  # -w p for the left, w p for the right, in the same order
-    is_left: np.ndarray  # ones, then zeros
-    is_right: np.ndarray
-    lanes: tuple[int, ...]  # for the poles of both sides
-
-
-def table_of(metric: str, dtype: torch.dtype) -> Table:
-    """The table of a metric; that of the absolute one is not looked at."""
+    The rows are -Re p, -Im p, Re w, Im w, the parts of -w p (left) and w p (right), then ones for
+    the left, and ones for the right. The absolute metric has no rows: it needs none.
+    """
     lanes = LANES[16 if dtype == torch.float64 else 8]
-    count = 4 * len(lanes)
-    found = exponential_sum(metric, dtype)
-    poles, weights = np.zeros(count, np.complex128), np.zeros(count, np.complex128)
-    poles[: len(found.poles)], weights[: len(found.weights)] = found.poles, found.weights
     number = np.float64 if dtype == torch.float64 else np.float32
-
-    def both(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        return np.concatenate([left, right]).astype(number)
-
-    def parts(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        return np.concatenate([left.real, right.real, left.imag, right.imag]).astype(number)
-
-    slopes = weights * poles
-    ones, none = np.ones(count), np.zeros(count)
-    return Table(
-        metric == "squared", both(-poles.real, -poles.real), both(-poles.imag, -poles.imag),
-        parts(weights, weights), parts(-slopes, slopes), both(ones, none), both(none, ones), lanes,
-    )  # fmt: skip
-
-
-class Chunks(NamedTuple):
-    """Coefficients of the squared metric, see `gaussian`; empty for the absolute one."""
-
-    reading: np.ndarray  # (ranks, chunk and states): of κ
-    pulling: np.ndarray  # (ranks, chunk and states): of its derivative
-    into: np.ndarray  # (ranks, states): of what a rank adds to the states
-    hops: np.ndarray  # (chunks, 2, states): what is left of them from chunk to chunk
-    here: np.ndarray  # the numbers of one chunk
+    if metric == "absolute":
+        return np.zeros((0, 8 * len(lanes)), number), lanes
+    found = exponential_sum(metric, dtype)
+    poles, weights = np.zeros((2, 4 * len(lanes)), np.complex128)
+    poles[: len(found.poles)], weights[: len(found.weights)] = found.poles, found.weights
+    slopes, ones, none = weights * poles, np.ones(len(poles)), np.zeros(len(poles))
+    rows = [
+        (-poles.real, -poles.real), (-poles.imag, -poles.imag),
+        (weights.real, weights.real), (weights.imag, weights.imag),
+        (-slopes.real, slopes.real), (-slopes.imag, slopes.imag), (ones, none), (none, ones),
+    ]  # fmt: skip
+    return np.array([np.concatenate(row) for row in rows]).astype(number), lanes
 
 
 class Kappa(NamedTuple):
-    """κ of the n sorted numbers of one side of one slice."""
+    """κ of the n sorted numbers of one side of one slice.
+
+    Few fields: whatever is passed from function to function is compiled again and again.
+    """
 
     n: int
-    points: np.ndarray  # (n,), ascending
     inv_bandwidth: float
-    decays: np.ndarray  # (n,): of the absolute metric, see `absolute`
-    gaps: np.ndarray
-    table: Table
-    chunks: Chunks
     is_gaussian: bool
+    points: np.ndarray  # (n,), ascending
+    decays: np.ndarray  # (n,): of the absolute metric, see `absolute`
+    coefficients: np.ndarray  # of the squared one, see `gaussian`
+    table: np.ndarray
+    lanes: tuple[int, ...]
 
 
 @part
-def new_kappa(table, count, dtype):  # type: ignore[no-untyped-def]
+def new_kappa(table, lanes, count):  # type: ignore[no-untyped-def]
     """Room for the kernels of `count` numbers."""
-    room = -(-count // 16) * 16
-    decays, gaps = zeros(room, dtype), zeros(room, dtype)
-    many = 0
-    states = 0
-    if table.is_gaussian:
-        # The longest rows: of one chunk, or of a chunk and the states; a few are read too many.
-        many, states = count + 4, 16 * len(table.lanes)
-    stride = max(gaussian.SHORT + 8, gaussian.CHUNK + states)
-    chunks = Chunks(
-        zeros(many * stride, dtype), zeros(many * stride, dtype), zeros(many * states, dtype),
-        zeros((many // gaussian.CHUNK + 1) * 2 * states, dtype), zeros(stride, dtype),
-    )  # fmt: skip
-    return Kappa(0, gaps, decays.dtype.type(1), decays, gaps, table, chunks, False)
+    decays = zeros(-(-count // 16) * 16, table.dtype)
+    many = gaussian.size_of(count, lanes) if len(table) else 0
+    coefficients = zeros(many, table.dtype)
+    return Kappa(0, table.dtype.type(1), False, decays, decays, coefficients, table, lanes)
 
 
 @part
 def set_kappa(room, points, n, inv_bandwidth, hard, average, with_slope):  # type: ignore[no-untyped-def]
     """The kernel of n sorted numbers, in the room of another."""
-    table = room.table
-    is_gaussian = table.is_gaussian and not hard
+    table, lanes = room.table, room.lanes
+    is_gaussian = len(table) > 0 and not hard
     if is_gaussian:
-        gaussian.set_chunks(table, points, n, inv_bandwidth, with_slope, room.chunks)
+        gaussian.set_chunks(table, lanes, points, n, inv_bandwidth, with_slope, room.coefficients)
     else:
-        absolute.set_decays(points, n, inv_bandwidth, hard, average, room.gaps, room.decays)
-    return Kappa(n, points, inv_bandwidth, room.decays, room.gaps, table, room.chunks, is_gaussian)
+        absolute.set_decays(points, n, inv_bandwidth, hard, average, room.decays)
+    return Kappa(
+        n, inv_bandwidth, is_gaussian, points, room.decays, room.coefficients, table, lanes
+    )
 
 
 @part

@@ -29,27 +29,26 @@ def power(x, exponent, n, y):  # type: ignore[no-untyped-def]
 
 
 @part
-def row_scales(kernel, ones, scale):  # type: ignore[no-untyped-def]
+def row_scales(kappa, ones, scale):  # type: ignore[no-untyped-def]
     """``1 / κ1``."""
-    stand_alone()
-    multiply_column(kernel, ones, scale)
-    for i in range(kernel.n):
+    multiply_column(kappa, ones, scale)
+    for i in range(kappa.n):
         scale[i] = 1 / scale[i]
 
 
 @part
-def balance_steps(kernel, ones, exponents, x, r, spare):  # type: ignore[no-untyped-def]
+def balance_steps(kappa, ones, exponents, x, r, spare):  # type: ignore[no-untyped-def]
     """``x_0 = (κ1)^(-1/2)``, ``r_i = x_i κx_i``, ``x_{i+1} = x_i r_i^(-ω_i)``.
 
     `x` is (steps + 1, room), `r` (steps + 1, room) with κ1 in the last row.
     """
     stand_alone()
-    n = kernel.n
+    n = kappa.n
     steps = len(exponents)
-    multiply_column(kernel, ones, r[steps])
+    multiply_column(kappa, ones, r[steps])
     power(r[steps], exponents.dtype.type(-0.5), n, x[0])
     for step in range(steps):
-        multiply_column(kernel, x[step], r[step])
+        multiply_column(kappa, x[step], r[step])
         for i in range(n):
             r[step, i] *= x[step, i]
         power(r[step], -exponents[step], n, spare)
@@ -58,15 +57,14 @@ def balance_steps(kernel, ones, exponents, x, r, spare):  # type: ignore[no-unty
 
 
 @part
-def balance_gradient(kernel, exponents, x, r, dx, spare, other, pairs, width):  # type: ignore[no-untyped-def]
+def balance_gradient(kappa, exponents, x, r, dx, spare, other, operands, gradients, width):  # type: ignore[no-untyped-def]
     """Goes back through `balance_steps` from ``dx``, which is overwritten.
 
     Every product κx with an upstream gradient p is a pair of columns that pulls at the points: it
-    is written to the first columns of `pairs`, operands and gradients, rows of `width` numbers.
+    is written to the first columns of `operands` and `gradients`, rows of `width` numbers.
     """
     stand_alone()
-    n = kernel.n
-    operands, gradients = pairs
+    n = kappa.n
     steps = len(exponents)
     for step in range(steps - 1, -1, -1):
         for i in range(n):
@@ -76,7 +74,7 @@ def balance_gradient(kernel, exponents, x, r, dx, spare, other, pairs, width):  
             dx[i] = (dx[i] * x[step + 1, i] + dr * r[step, i]) / x[step, i]
             operands[i * width + step] = x[step, i]
             gradients[i * width + step] = spare[i]
-        multiply_column(kernel, spare, other)
+        multiply_column(kappa, spare, other)
         for i in range(n):
             dx[i] += other[i]
     half = exponents.dtype.type(-0.5)

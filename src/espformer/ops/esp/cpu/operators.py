@@ -31,7 +31,7 @@ DIFFERENTIABLE = 7  # the first: query, key, value, points of both, inv_bandwidt
 
 def _lanes(width: int) -> tuple[int, ...]:
     """Columns that are worked on at once: few more than there are."""
-    return LANES[8 if width <= 8 else 16 if width <= 16 else 32]
+    return LANES[16 if width <= 16 else 32]
 
 
 def _array(x: Tensor) -> np.ndarray:
@@ -54,10 +54,15 @@ def _new_side(points: Tensor) -> list[Tensor]:
     return [lengths, order, torch.empty_like(points), torch.empty_like(points)]
 
 
-def _settings(inv_bandwidth: Tensor, balance: str, hard: bool, ties: str) -> Settings:
+def _settings(
+    inv_bandwidth: Tensor, balance: str, hard: bool, ties: str,
+    slopes: bool = False, stretched: bool = False,
+) -> Settings:  # fmt: skip
     exponents = np.array(chebyshev_exponents(), _array(inv_bandwidth).dtype)
     balanced = balance == "both" and not hard
-    return Settings(_array(inv_bandwidth), hard, ties == "average", balanced, exponents)
+    return Settings(
+        _array(inv_bandwidth), hard, ties == "average", balanced, slopes, stretched, exponents
+    )
 
 
 def _pairs(
@@ -81,18 +86,20 @@ def _multiplications(numbers: Tensor, other: Tensor, *widths: int) -> int:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, query_points: Tensor, key_points: Tensor,
     inv_bandwidth: Tensor, slice_logits: Tensor | None, centre: Tensor,
-    query_mask: Tensor | None, key_mask: Tensor | None, tau: float, metric: str, balance: str, hard: bool, ties: str,
-    coupling: str,
+    query_mask: Tensor | None, key_mask: Tensor | None,
+    tau: float, metric: str, balance: str, hard: bool, ties: str, coupling: str,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
     """``N · G V`` (batch, N, d); the weights of the slices; two sides (see `Side`).
 
     `query_points` (batch, L, N) and `key_points` are what is sorted, `inv_bandwidth` is (batch,),
-    `slice_logits` (batch, L), `centre` (batch, m). `coupling` is empty if every sequence has as many queries as keys.
+    `slice_logits` (batch, L), `centre` (batch, m). `coupling` is empty if
+    every sequence has as many queries as keys.
     """
     heads, slices, tokens = query_points.shape
-    table, settings = table_of(metric, query.dtype), _settings(inv_bandwidth, balance, hard, ties)
+    table, poles = table_of(metric, query.dtype)
+    settings = _settings(inv_bandwidth, balance, hard, ties)
     q_parts, k_parts = _new_side(query_points), _new_side(key_points)
     queries, keys = _side(q_parts), _side(k_parts)
     width = value.shape[-1] + (query.shape[-1] if tau else 0)
@@ -100,10 +107,10 @@ def attend(
     for numbers, mask, side in (
         (query_points, query_mask, queries), (key_points, key_mask, keys),
     ):  # fmt: skip
-        operands = table, settings, _array(numbers), _mask(mask, heads), side
+        operands = table, poles, settings, _array(numbers), _mask(mask, heads), side
         run(soft_plan.sort_side, work, lambda _, operands=operands: operands)
     pairs = _pairs(coupling, (q_parts[0], k_parts[0]), tokens, key_points.shape[-1], query.dtype)
-    plan = table, settings, queries, keys, pairs
+    plan = table, poles, settings, queries, keys, pairs
     costs = query.new_zeros(heads, slices)
     if tau:
         clouds = *(_array(x) for x in (query, key, centre, costs)), _lanes(query.shape[-1])
@@ -158,15 +165,15 @@ def attend_backward(
     (with `width`, which needs slopes), slice_logits; what is not wanted is empty.
     """
     heads, slices, tokens = q_points.shape
-    table, settings = table_of(metric, query.dtype), _settings(inv_bandwidth, balance, hard, ties)
+    table, poles = table_of(metric, query.dtype)
+    settings = _settings(inv_bandwidth, balance, hard, ties, slopes, width)
     queries = _side([q_lengths, q_order, q_points, q_scales])
     keys = _side([k_lengths, k_order, k_points, k_scales])
     pairs = _pairs(coupling, (q_lengths, k_lengths), tokens, k_points.shape[-1], query.dtype)
-    plan = table, settings, queries, keys, pairs
+    plan = table, poles, settings, queries, keys, pairs
     amount = value.shape[-1] + (query.shape[-1] if costs else 0)
     work = shares(heads, slices, 4 * _multiplications(q_points, k_points, amount))
     parts = 1 + max(x.part for x in work) if work else 1
-    wanted = gradients.Wanted(slopes, width)
     q_grad, k_grad = (_new_gradient(x, slopes, settings.balanced) for x in (q_points, k_points))
     d_value = value.new_zeros(parts, *value.shape)
     forms = weights.new_zeros(weights.shape)
@@ -176,7 +183,7 @@ def attend_backward(
     run(
         gradients.plans_gradient, work,
         lambda part: (
-            *plan, *rows, wanted, q_grad, k_grad, _array(forms), _array(none),
+            *plan, *rows, q_grad, k_grad, _array(forms), _array(none),
             _array(d_value[part]), _lanes(value.shape[-1]),
         ),
     )  # fmt: skip
@@ -190,11 +197,11 @@ def attend_backward(
         run(
             gradients.plans_gradient, work,
             lambda part: (
-                *plan, *clouds, wanted, q_grad, k_grad, _array(torch.empty_like(forms)),
+                *plan, *clouds, q_grad, k_grad, _array(torch.empty_like(forms)),
                 _array(d_query[part]), _array(d_key[part]), _lanes(query.shape[-1]),
             ),
         )  # fmt: skip
-    d_numbers = [
+    d_points = [
         torch.zeros_like(x) if slopes else x.new_zeros(heads, 0, 0) for x in (q_points, k_points)
     ]
     if costs or slopes:
@@ -205,12 +212,12 @@ def attend_backward(
         run(
             gradients.finish_gradient, work,
             lambda part: (
-                *plan, *operands, wanted, q_grad, k_grad, *(_array(x[part]) for x in spots),
-                *(_array(x) for x in d_numbers), _lanes(query.shape[-1]),
+                *plan, *operands, q_grad, k_grad, *(_array(x[part]) for x in spots),
+                *(_array(x) for x in d_points),
             ),
         )  # fmt: skip
     found = [_add_up(x) if x is not None else query.new_empty(0) for x in (d_query, d_key, d_value)]
-    found += [x if slopes else query.new_empty(0) for x in d_numbers]
+    found += [x if slopes else query.new_empty(0) for x in d_points]
     d_width = query.new_empty(0)
     if width:
         d_width = torch.from_numpy((q_grad.inv_bandwidth + k_grad.inv_bandwidth).sum(-1))

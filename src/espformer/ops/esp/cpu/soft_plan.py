@@ -1,7 +1,7 @@
 """Plans of slices applied to rows: what is sorted, what slices cost, and the output.
 
-In rank order ``N · U_l = A_lᵀ T B_l`` with ``A = diag(q_out) κ_q diag(q_in)``, and B likewise. Every
-kernel works on the heads ``[h0, h1)`` and the slices ``[l0, l1)`` alone: threads share these among
+In rank order ``N · U_l = A_lᵀ T B_l`` with ``A = diag(q_out) κ_q diag(q_in)``, and B likewise.
+Every kernel works on the heads ``[h0, h1)`` and the slices ``[l0, l1)`` alone: threads share these among
 each other. The torch twins are `slice_costs` and `apply_plans` of :mod:`espformer.ops.esp.linear`.
 """
 
@@ -56,6 +56,8 @@ class Settings(NamedTuple):
     hard: bool
     average: bool  # tied tokens share, if hard
     balanced: bool  # columns sum to one as well; not if hard
+    slopes: bool  # a gradient of the points is wanted
+    stretched: bool  # one of inv_bandwidth, too
     exponents: np.ndarray  # of the balancing steps
 
 
@@ -74,13 +76,13 @@ class Plan(NamedTuple):
 
 
 @part
-def plan_of(settings, with_slope, q_room, k_room, unit, queries, keys, pairs, head, l):  # type: ignore[no-untyped-def]
+def plan_of(settings, q_room, k_room, unit, queries, keys, pairs, head, l):  # type: ignore[no-untyped-def]
     """The plan of a slice; its kernels live in the rooms."""
     stand_alone()
     n, m = queries.lengths[head], keys.lengths[head]
     width, hard, average = settings.inv_bandwidth[head], settings.hard, settings.average
-    kappa_q = set_kappa(q_room, queries.points[head, l], n, width, hard, average, with_slope)
-    kappa_k = set_kappa(k_room, keys.points[head, l], m, width, hard, average, with_slope)
+    kappa_q = set_kappa(q_room, queries.points[head, l], n, width, hard, average, settings.slopes)
+    kappa_k = set_kappa(k_room, keys.points[head, l], m, width, hard, average, settings.slopes)
     q_out, k_out = queries.scales[head, l], keys.scales[head, l]
     q_in, k_in = (q_out, k_out) if settings.balanced else (unit, unit)
     own = Pairs(pairs.rows[head], pairs.columns[head], pairs.weights[head])
@@ -91,13 +93,13 @@ def plan_of(settings, with_slope, q_room, k_room, unit, queries, keys, pairs, he
 
 
 @kernel
-def sort_side(h0, h1, l0, l1, table, settings, numbers, mask, side):  # type: ignore[no-untyped-def]
+def sort_side(h0, h1, l0, l1, table, poles, settings, numbers, mask, side):  # type: ignore[no-untyped-def]
     """Sorts (batch, L, N) numbers of the tokens that take part, and finds the scales of κ."""
     count = numbers.shape[2]
     tokens, spare = numbered(count), np.empty(count, np.int32)
     keys, spare_keys = np.empty(count, np.uint64), np.empty(count, np.uint64)
     unit = ones(count, numbers.dtype)
-    kappa_room = new_kappa(table, count, numbers.dtype)
+    kappa_room = new_kappa(table, poles, count)
     steps = len(settings.exponents)
     kept = (steps + 1 if settings.balanced else 0, room(count))
     x, r = np.empty(kept, numbers.dtype), np.empty(kept, numbers.dtype)
@@ -118,7 +120,7 @@ def sort_side(h0, h1, l0, l1, table, settings, numbers, mask, side):  # type: ig
             sort_tokens(numbers[head, l], tokens, n, order, points, keys, spare_keys, spare)
             kappa = set_kappa(
                 kappa_room, points, n, settings.inv_bandwidth[head],
-                settings.hard, settings.average, False,
+                settings.hard, settings.average, settings.slopes,
             )  # fmt: skip
             if settings.balanced:
                 balance_steps(kappa, unit, settings.exponents, x, r, powers)
@@ -128,18 +130,15 @@ def sort_side(h0, h1, l0, l1, table, settings, numbers, mask, side):  # type: ig
 
 
 @part
-def couple_column(pairs, x, y, back):  # type: ignore[no-untyped-def]
-    """``y = T x``, or ``Tᵀ x``, for one number per rank; y is x itself without pairs."""
+def couple_column(targets, sources, weights, x, y):  # type: ignore[no-untyped-def]
+    """``y = T x`` of pairs (row, column), or ``Tᵀ x`` of (column, row); x itself without pairs."""
     stand_alone()
-    if len(pairs.rows) == 0:
+    if len(weights) == 0:
         return x
     clear(y, len(y))
-    for i in range(len(pairs.rows)):
-        if pairs.weights[i] != 0:
-            if back:
-                y[pairs.columns[i]] += pairs.weights[i] * x[pairs.rows[i]]
-            else:
-                y[pairs.rows[i]] += pairs.weights[i] * x[pairs.columns[i]]
+    for i in range(len(weights)):
+        if weights[i] != 0:
+            y[targets[i]] += weights[i] * x[sources[i]]
     return y
 
 
@@ -164,7 +163,7 @@ def mix_squares(kappa, order, scale_in, squares, at_rank, mixed):  # type: ignor
 
 @kernel
 def slice_costs(
-    h0, h1, l0, l1, table, settings, queries, keys, pairs, query, key, centre, costs, lanes
+    h0, h1, l0, l1, table, poles, settings, queries, keys, pairs, query, key, centre, costs, lanes
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """``D_l = (1/n) Σ_n [(A‖q‖²) (TB1) + (TᵀA1) (B‖k‖²) - 2 (AQ) · (TBK)]``, (batch, L).
 
@@ -182,7 +181,7 @@ def slice_costs(
     q_squares, k_squares = np.empty(rows, number), np.empty(columns, number)
     q_sums, k_sums = ones(rows, number), ones(columns, number)
     q_spare, k_spare = ones(rows, number), ones(columns, number)
-    q_room, k_room = new_kappa(table, rows, number), new_kappa(table, columns, number)
+    q_room, k_room = new_kappa(table, poles, rows), new_kappa(table, poles, columns)
     for head in range(h0, h1):
         n, m = queries.lengths[head], keys.lengths[head]
         if n == 0 or m == 0:
@@ -194,11 +193,12 @@ def slice_costs(
         squared_norms(q_blocks, rows, q_squares, lanes)
         squared_norms(k_blocks, columns, k_squares, lanes)
         for l in range(l0, l1):
-            plan = plan_of(settings, False, q_room, k_room, unit, queries, keys, pairs, head, l)
+            plan = plan_of(settings, q_room, k_room, unit, queries, keys, pairs, head, l)
             row_sums(plan.kappa_q, plan.q_in, plan.q_out, settings.balanced, q_sums)
             row_sums(plan.kappa_k, plan.k_in, plan.k_out, settings.balanced, k_sums)
-            met_q = couple_column(plan.pairs, k_sums, q_spare, False)
-            met_k = couple_column(plan.pairs, q_sums, k_spare, True)
+            own = plan.pairs
+            met_q = couple_column(own.rows, own.columns, own.weights, k_sums, q_spare)
+            met_k = couple_column(own.columns, own.rows, own.weights, q_sums, k_spare)
             cost = number.type(0)
             mix_squares(plan.kappa_q, plan.q_order, plan.q_in, q_squares, at_rank, mixed)
             for i in range(n):
@@ -220,7 +220,7 @@ def slice_costs(
 
 @kernel
 def apply_plans(
-    h0, h1, l0, l1, table, settings, queries, keys, pairs, value, weights, out, lanes
+    h0, h1, l0, l1, table, poles, settings, queries, keys, pairs, value, weights, out, lanes
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """``Σ_l weights_l A_lᵀ T B_l V``: values (batch, M, d) to (batch, N, d)."""
     rows, columns, width = out.shape[1], value.shape[1], 8 * len(lanes)
@@ -232,7 +232,7 @@ def apply_plans(
     most = max(rows, columns)
     unit, mid = ones(most, number), np.empty(most, number)
     ranks, no_centre = numbered(most), zeros(value.shape[2], number)
-    q_room, k_room = new_kappa(table, rows, number), new_kappa(table, columns, number)
+    q_room, k_room = new_kappa(table, poles, rows), new_kappa(table, poles, columns)
     for head in range(h0, h1):
         n, m = queries.lengths[head], keys.lengths[head]
         if n == 0 or m == 0:
@@ -241,7 +241,7 @@ def apply_plans(
         pack(value[head], no_centre, v_blocks, lanes)
         clear_blocks(out_blocks)
         for l in range(l0, l1):
-            plan = plan_of(settings, False, q_room, k_room, unit, queries, keys, pairs, head, l)
+            plan = plan_of(settings, q_room, k_room, unit, queries, keys, pairs, head, l)
             is_coupled = len(plan.pairs.rows) > 0
             for i in range(n):
                 mid[i] = plan.q_out[i] if is_coupled else plan.q_out[i] * plan.k_out[i]

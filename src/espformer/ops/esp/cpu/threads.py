@@ -6,6 +6,7 @@ same numbers come out every time.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -44,7 +45,7 @@ def shares(heads: int, slices: int, work: int) -> list[Share]:
 
 def _bounds(count: int, parts: int) -> list[tuple[int, int]]:
     cuts = [count * i // parts for i in range(parts + 1)]
-    return list(zip(cuts, cuts[1:], strict=False))
+    return list(itertools.pairwise(cuts))
 
 
 class _Pool:
