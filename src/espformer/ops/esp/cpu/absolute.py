@@ -4,6 +4,9 @@ With ``a_n = exp(-(s_n - s_{n-1}) / t)``, one scan to the right and one to the l
 
     f_n = a_n f_{n-1} + x_n,    b_n = a_{n+1} (b_{n+1} + x_{n+1}),    (κx)_n = f_n + b_n.
 
+A scan starts anew every `BLOCK` ranks, and what came before is added with the decay from there: in
+float32 the errors of thousands of additions, one after the other, would show.
+
 Rows are blocks of `lanes` columns, one after the other in a flat array: row i starts at
 ``i * width``. A hard sort is the same with ``a_n`` zero, or one where numbers are equal.
 """
@@ -14,6 +17,7 @@ from espformer.ops.esp.cpu.compiling import part, stand_alone
 from espformer.ops.esp.cpu.simd import LANES, exp, fill, load, store, total, where_above
 
 ELEMENTWISE = LANES[16]
+BLOCK = 64
 
 
 @part
@@ -44,15 +48,24 @@ def multiply(kappa, x, order, scale, y, lanes):  # type: ignore[no-untyped-def]
     stand_alone()
     n, decays = kappa.n, kappa.decays
     width = 8 * len(lanes)
-    zero = fill(decays.dtype.type(0), lanes)
-    left = zero
-    for i in range(n):
-        left = decays[i] * left + scale[i] * load(x, order[i] * width, lanes)
-        store(y, i * width, left)
-    right = zero
-    for i in range(n - 2, -1, -1):
-        right = decays[i + 1] * (right + scale[i + 1] * load(x, order[i + 1] * width, lanes))
-        store(y, i * width, load(y, i * width, lanes) + right)
+    zero, one = fill(decays.dtype.type(0), lanes), decays.dtype.type(1)
+    carried = zero
+    for start in range(0, n, BLOCK):
+        own, rest = zero, one
+        for i in range(start, min(start + BLOCK, n)):
+            rest *= decays[i]
+            own = decays[i] * own + scale[i] * load(x, order[i] * width, lanes)
+            store(y, i * width, own + rest * carried)
+        carried = own + rest * carried
+    carried = zero
+    for start in range(n - 2, -1, -BLOCK):
+        own, rest = zero, one
+        for i in range(start, max(start - BLOCK, -1), -1):
+            a, j = decays[i + 1], i + 1
+            rest *= a
+            own = a * (own + scale[j] * load(x, order[j] * width, lanes))
+            store(y, i * width, load(y, i * width, lanes) + (own + rest * carried))
+        carried = own + rest * carried
 
 
 @part
@@ -64,27 +77,49 @@ def multiply_with_slope(kappa, x, order, scale, y, slope, lanes):  # type: ignor
     stand_alone()
     n, points, decays = kappa.n, kappa.points, kappa.decays
     width = 8 * len(lanes)
-    zero = fill(decays.dtype.type(0), lanes)
-    upto, left = zero, zero
-    for i in range(n):
-        if i == 0 or points[i] != points[i - 1]:
-            left = decays[i] * upto
-            upto = left
-        upto = upto + scale[i] * load(x, order[i] * width, lanes)
-        store(slope, i * width, left)
-    right, here = zero, zero  # beyond this number, and at it
+    zero, one = fill(decays.dtype.type(0), lanes), decays.dtype.type(1)
+    carried, left = zero, zero
+    for start in range(0, n, BLOCK):
+        own, rest = zero, one
+        for i in range(start, min(start + BLOCK, n)):
+            rest *= decays[i]
+            own = decays[i] * own
+            if i == 0 or points[i] != points[i - 1]:
+                left = own + rest * carried
+            own = own + scale[i] * load(x, order[i] * width, lanes)
+            store(slope, i * width, left)
+        carried = own + rest * carried
+    carried, right, here = zero, zero, zero  # `here` is at this number, `right` beyond it
+    own, rest, steps = zero, one, 0
     for i in range(n - 1, -1, -1):
         if i == n - 1 or points[i] != points[i + 1]:
             if i < n - 1:
-                right = decays[i + 1] * (right + here)
+                rest *= decays[i + 1]
+                own = decays[i + 1] * (own + here)
+                right = own + rest * carried
+                steps += 1
+                if steps == BLOCK:
+                    own, rest, carried, steps = zero, one, right, 0
             here = scale[i] * load(x, order[i] * width, lanes)
-            j = i - 1
-            while j >= 0 and points[j] == points[i]:
-                here = here + scale[j] * load(x, order[j] * width, lanes)
-                j -= 1
+            if i > 0 and points[i - 1] == points[i]:
+                here = here + _sum_of_equal(points, i - 1, x, order, scale, lanes)
         left = load(slope, i * width, lanes)
         store(y, i * width, left + right + here)
         store(slope, i * width, right - left)
+
+
+@part
+def _sum_of_equal(points, last, x, order, scale, lanes):  # type: ignore[no-untyped-def]
+    """``Σ_j scale_j x[order_j]`` for all numbers up to rank `last` that are equal to its own."""
+    width = 8 * len(lanes)
+    found, own = fill(points.dtype.type(0), lanes), fill(points.dtype.type(0), lanes)
+    j = last
+    while j >= 0 and points[j] == points[last]:
+        own = own + scale[j] * load(x, order[j] * width, lanes)
+        j -= 1
+        if (last - j) % BLOCK == 0:
+            found, own = found + own, fill(points.dtype.type(0), lanes)
+    return found + own
 
 
 @part
@@ -112,28 +147,33 @@ def stretch(kappa, x, x_order, x_scale, p, p_order, p_scale, lanes):  # type: ig
 
 @part
 def multiply_column(kappa, x, y):  # type: ignore[no-untyped-def]
-    """``y = κ x`` for one number per rank; the two scans run side by side."""
+    """``y = κ x`` for one number per rank; the two scans run side by side.
+
+    Until they meet each writes, afterwards it adds to what the other has written.
+    """
     stand_alone()
     n, decays = kappa.n, kappa.decays
-    zero = decays.dtype.type(0)
-    half = n // 2
-    left, right = zero, zero
-    # Until they meet each scan writes, afterwards it adds to what the other has written.
-    for i in range(half):
-        j = n - 1 - i
-        left = decays[i] * left + x[i]
-        if i > 0:
-            right = decays[j + 1] * (right + x[j + 1])
-        y[i] = left
-        y[j] = right
-    if n % 2:
-        left = decays[half] * left + x[half]
-        if half > 0:
-            right = decays[half + 1] * (right + x[half + 1])
-        y[half] = left + right
-    for i in range(n - half, n):
-        j = n - 1 - i
-        left = decays[i] * left + x[i]
-        right = decays[j + 1] * (right + x[j + 1])
-        y[i] += left
-        y[j] += right
+    zero, one = decays.dtype.type(0), decays.dtype.type(1)
+    left_carried, right_carried = zero, zero
+    for start in range(0, n, BLOCK):
+        left, left_rest, right, right_rest = zero, one, zero, one
+        for i in range(start, min(start + BLOCK, n)):
+            j = n - 1 - i
+            left_rest *= decays[i]
+            left = decays[i] * left + x[i]
+            if i > 0:
+                right_rest *= decays[j + 1]
+                right = decays[j + 1] * (right + x[j + 1])
+            from_left, from_right = (
+                left + left_rest * left_carried,
+                right + right_rest * right_carried,
+            )
+            if i < j:
+                y[i], y[j] = from_left, from_right
+            elif i == j:
+                y[i] = from_left + from_right
+            else:
+                y[i] += from_left
+                y[j] += from_right
+        left_carried = left + left_rest * left_carried
+        right_carried = right + right_rest * right_carried

@@ -179,11 +179,20 @@ def _combine(matrix, start, first_row, stride, rows, z, y, lanes):  # type: igno
 
 
 @part
+def _add(x, y):  # type: ignore[no-untyped-def]
+    """``x + y``, and what rounding took from it: thousands of chunks add to one state."""
+    found = x + y
+    back = found - x
+    return found, (x - (found - back)) + (y - back)
+
+
+@part
 def _hand_on(coefficients, at, start, end, index, offset, z, state, lanes):  # type: ignore[no-untyped-def]
     """What the next chunk receives: ``near hop · inflow + far hop · state``, for one of the sides.
 
     The poles of a side are the columns ``[offset, offset + states / 4)`` of the real parts, and as
-    many of the imaginary ones; `state` holds real parts, then imaginary ones.
+    many of the imaginary ones; `state` holds real parts, then imaginary ones, and then of both what
+    rounding has taken so far.
     """
     stand_alone()
     width, count, half = 8 * len(lanes), at.states // 4, at.states // 2
@@ -201,10 +210,18 @@ def _hand_on(coefficients, at, start, end, index, offset, z, state, lanes):  # t
         for pole, own_re, own_im in ((r, re, im), (r + 1, re_2, im_2)):
             place, other = pole * width, (count + pole) * width
             was_re, was_im = load(state, place, lanes), load(state, other, lanes)
+            lost_re = load(state, place + 2 * count * width, lanes)
+            lost_im = load(state, other + 2 * count * width, lanes)
             c, s = coefficients[far + pole], coefficients[far + half + pole]
             e, f = coefficients[near + pole], coefficients[near + half + pole]
-            store(state, place, c * was_re - s * was_im + (e * own_re - f * own_im))
-            store(state, other, c * was_im + s * was_re + (e * own_im + f * own_re))
+            kept, more = c * was_re - s * was_im, e * own_re - f * own_im
+            found, lost = _add(kept, more + (c * lost_re - s * lost_im))
+            store(state, place, found)
+            store(state, place + 2 * count * width, lost)
+            kept, more = c * was_im + s * was_re, e * own_im + f * own_re
+            found, lost = _add(kept, more + (c * lost_im + s * lost_re))
+            store(state, other, found)
+            store(state, other + 2 * count * width, lost)
 
 
 @part
@@ -227,15 +244,16 @@ def multiply(kappa, x, order, scale, y, slope, lanes):  # type: ignore[no-untype
     count, many = -(-n // chunk), 2 * quarter  # chunks, and states of one side
     z = np.empty(at.stride * width, y.dtype)
     clear(z, at.stride * width)
-    arriving, state = np.empty(count * many * width, y.dtype), np.empty(many * width, y.dtype)
-    clear(state, many * width)
+    arriving = np.empty(count * many * width, y.dtype)
+    state = np.empty(2 * many * width, y.dtype)
+    clear(state, 2 * many * width)
     if quarter:
         for index in range(count):
             _move(state, start_of_all, arriving, index * many, many, lanes)
             start, end = index * chunk, min((index + 1) * chunk, n)
             _gather(x, order, scale, start, end, z, lanes)
             _hand_on(coefficients, at, start, end, index, start_of_all, z, state, lanes)
-        clear(state, many * width)
+        clear(state, 2 * many * width)
     for index in range(count - 1, -1, -1):
         start, end = index * chunk, min((index + 1) * chunk, n)
         _gather(x, order, scale, start, end, z, lanes)
@@ -266,7 +284,7 @@ def multiply_column(kappa, x, y):  # type: ignore[no-untyped-def]
     arriving = np.empty(count * 2 * quarter, y.dtype)
     zero = fill(y.dtype.type(0), lanes)
     for way in range(0 if states else 1, 2):  # to the right, then to the left
-        re, im = zero, zero
+        re, im, lost_re, lost_im = zero, zero, zero, zero
         for step in range(count):
             index = count - 1 - step if way else step
             start, end = index * chunk, min((index + 1) * chunk, n)
@@ -300,9 +318,11 @@ def multiply_column(kappa, x, y):  # type: ignore[no-untyped-def]
                 c, s = load(coefficients, place, lanes), load(coefficients, place + half, lanes)
                 place += states
                 e, f = load(coefficients, place, lanes), load(coefficients, place + half, lanes)
-                was_re, was_im = re, im
-                re = c * was_re - s * was_im + (e * own_re - f * own_im)
-                im = c * was_im + s * was_re + (e * own_im + f * own_re)
+                more = e * own_re - f * own_im + (c * lost_re - s * lost_im)
+                more_im = e * own_im + f * own_re + (c * lost_im + s * lost_re)
+                kept, kept_im = c * re - s * im, c * im + s * re
+                re, lost_re = _add(kept, more)
+                im, lost_im = _add(kept_im, more_im)
 
 
 @part

@@ -1,8 +1,9 @@
 """Plans of slices applied to rows: what is sorted, what slices cost, and the output.
 
 In rank order ``N · U_l = A_lᵀ T B_l`` with ``A = diag(q_out) κ_q diag(q_in)``, and B likewise.
-Every kernel works on the heads ``[h0, h1)`` and the slices ``[l0, l1)`` alone: threads share these among
-each other. The torch twins are `slice_costs` and `apply_plans` of :mod:`espformer.ops.esp.linear`.
+Every kernel works on the heads ``[h0, h1)`` and the slices ``[l0, l1)`` alone: threads share these
+among each other. The torch twins are `slice_costs` and `apply_plans` of
+:mod:`espformer.ops.esp.linear`.
 """
 
 from __future__ import annotations
