@@ -1,5 +1,6 @@
 """Inputs for the tests of the operator, and comparisons of its outputs and gradients."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -14,6 +15,11 @@ COUPLINGS = ("quantile", "interpolate", "identity")
 # is a sum of exponentials, good to 3e-11, and its slope to 1e-9.
 OUTPUT_TOLERANCE = {"absolute": 1e-10, "squared": 1e-7}
 GRADIENT_TOLERANCE = {"absolute": 1e-8, "squared": 1e-6}
+
+
+# Backends in linear time that run here, and the oracle.
+LINEAR_TIME = ("linear", "cpu") if find_spec("numba") else ("linear",)
+BACKENDS = (*LINEAR_TIME, "dense")
 
 
 def tokens(
@@ -80,10 +86,16 @@ def assert_agree(
         )
 
 
-def assert_linear_is_dense(
-    query: Tensor, key: Tensor, value: Tensor, *, slack: float = 1.0, **options: Any
-) -> None:
+def assert_linear_is_dense(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> None:
     """The linear-time backend against Algorithm 1 as printed, outputs and all gradients."""
+    assert_same(query, key, value, "linear", "dense", **options)
+
+
+def assert_same(
+    query: Tensor, key: Tensor, value: Tensor, backend: str, oracle: str, *,
+    slack: float = 1.0, **options: Any,
+) -> None:  # fmt: skip
+    """One backend against another in float64, outputs and all gradients."""
     metric = options.get("metric", "absolute")
     # Forces between tokens are of the order 1/width: their rounding is, and where tokens tie, so
     # is a slope that is off by 2e-9 (squared). Times tokens they add up to the slices' gradients.
@@ -92,10 +104,43 @@ def assert_linear_is_dense(
         t = t**2
     floor = 1e-3 + (1e-6 / t if metric == "absolute" else 1e-2 / t**0.5)
     floor *= max(1.0, float(query.abs().max()), float(key.abs().max()))
+    if options.get("temperature_unit", "spread") == "spread":  # points are divided by it
+        sides = ((query, options.get("query_mask")), (key, options.get("key_mask")))
+        floor /= min(1.0, *(_least_spread(x, mask, options.get("slices")) for x, mask in sides))
     assert_agree(
-        differentiate(query, key, value, backend="linear", **options),
-        differentiate(query, key, value, backend="dense", **options),
+        differentiate(query, key, value, backend=backend, **options),
+        differentiate(query, key, value, backend=oracle, **options),
         output=slack * OUTPUT_TOLERANCE[metric],
         gradients=slack * GRADIENT_TOLERANCE[metric],
         floor=floor,
     )
+
+
+def _least_spread(x: Tensor, mask: Tensor | None, slices: Tensor | None) -> float:
+    """The smallest standard deviation of the points of a slice that is not zero."""
+    points = x if slices is None else x @ slices.mT
+    if mask is None:
+        mask = torch.ones(x.shape[:-1])
+    here = mask if mask.dim() == x.dim() - 1 else mask.unsqueeze(-2)
+    here = (here / here.sum(-1, keepdim=True).clamp(min=1)).unsqueeze(-1)
+    mean = (here * points).sum(-2, keepdim=True)
+    spread = (here * (points - mean).square()).sum(-2).sqrt()
+    return float(spread[spread > 1e-12].min()) if (spread > 1e-12).any() else 1.0
+
+
+def cloud(kind: str, *shape: int) -> Tensor:
+    """Tokens of one of the `KINDS` of clouds, in float64."""
+    x = torch.randn(shape, dtype=torch.float64)
+    return {
+        "normal": lambda: x,
+        "ties": lambda: x.round(),
+        "one-point": lambda: torch.ones_like(x),
+        "clusters": lambda: x.round() + 1e-4 * torch.randn_like(x),
+        "narrow": lambda: 5 + 1e-6 * x,
+        "wide": lambda: 100 * x,
+        "heavy": lambda: x**3,
+        "far": lambda: x + 1e3,
+    }[kind]()
+
+
+KINDS = ("normal", "ties", "one-point", "clusters", "narrow", "wide", "heavy", "far")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from espformer import esp_plan
-from tests.compare import METRICS, some, tokens
+from tests.compare import BACKENDS, METRICS, some, tokens
 
 TEMPERATURES = (1e-6, 1e-4, 1e-2, 0.1, 0.3, 1.0, 10.0, 100.0)
 TOLERANCE = 1e-4  # what is promised, at worst
@@ -35,7 +35,7 @@ def test_self_attention(metric, dtype, kind, n):
 
 
 @pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("backend", ["linear", "dense"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("n", "m"), [(40, 25), (25, 40), (33, 33)], ids=["N40-M25", "N25-M40", "N33-M33"]
 )

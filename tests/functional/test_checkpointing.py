@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import espformer
+from tests.compare import BACKENDS
 
 
 def has_triton() -> bool:
@@ -16,12 +17,12 @@ def has_triton() -> bool:
     return True
 
 
-BACKENDS = ["dense", "linear"] + ["triton"] * has_triton()
+EVERY_BACKEND = [*BACKENDS] + ["triton"] * has_triton()
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_same_gradients(backend: str, hard: bool, reentrant: bool) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     leaves = [torch.randn(1, 2, 5, 4, device=device, requires_grad=True) for _ in range(3)]

@@ -6,7 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from espformer import esp_attention
 from espformer.ops.esp.options import KERNEL_OPTIONS, ESPOptions
-from tests.compare import assert_agree, differentiate, some, tokens
+from tests.compare import BACKENDS, assert_agree, differentiate, some, tokens
 
 CASES = {
     "linear": {"backend": "linear"},
@@ -14,6 +14,10 @@ CASES = {
     "linear-hard": {"backend": "linear", "hard": True, "ties": "average", "masked": True},
     "dense": {"backend": "dense"},
 }
+if "cpu" in BACKENDS:
+    CASES["cpu"] = {"backend": "cpu"}
+    CASES["cpu-squared-masked"] = {"backend": "cpu", "metric": "squared", "masked": True}
+    CASES["cpu-hard"] = {"backend": "cpu", "hard": True, "ties": "average", "masked": True}
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from espformer import esp_attention, esp_plan
-from tests.compare import BALANCES, COUPLINGS, METRICS, some, tokens
+from tests.compare import BACKENDS, BALANCES, COUPLINGS, METRICS, some, tokens
 
-BACKENDS = ("linear", "dense")
 CALLS = [
     *({"metric": m, "balance": b} for m, b in itertools.product(METRICS, BALANCES)),
     *({"hard": True, "ties": ties} for ties in ("stable", "average")),

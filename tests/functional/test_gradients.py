@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from espformer import esp_attention
-from tests.compare import BALANCES, COUPLINGS, METRICS, some, tokens
+from tests.compare import BACKENDS, BALANCES, COUPLINGS, METRICS, some, tokens
 
 NAMES = ("query", "key", "value", "slices", "sort_temperature")
 
@@ -30,7 +30,7 @@ def inputs(*lead: int, n: int, m: int | None = None, temperature=0.5) -> dict[st
     return dict(zip(NAMES, (query, key, value, slices, t), strict=True))
 
 
-@pytest.mark.parametrize("backend", ["linear", "dense"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("tau", [0.0, 1.0])
@@ -95,7 +95,7 @@ def test_hard_costs_have_the_gradient_of_the_squared_distance():
     torch.testing.assert_close(torch.autograd.grad(out[0, 0], query)[0], expected)
 
 
-@pytest.mark.parametrize("backend", ["dense", "linear"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("metric", METRICS)
 def test_an_infinite_temperature_is_flat(metric: str, backend: str) -> None:
     """Every token gets the mean of all values, and t, which could not matter less, no gradient."""

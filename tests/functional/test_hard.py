@@ -6,9 +6,8 @@ import torch
 
 from espformer import esp_attention, esp_plan
 from tests import oracles
-from tests.compare import some, tokens
+from tests.compare import BACKENDS, some, tokens
 
-BACKENDS = ("linear", "dense")
 SIZES = [(1, 1), (2, 2), (17, 17), (40, 40), (12, 7), (7, 12), (50, 33), (1, 5), (5, 1)]
 SIZE_IDS = [f"N{n}-M{m}" for n, m in SIZES]
 

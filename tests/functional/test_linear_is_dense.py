@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from tests.compare import (
     BALANCES,
     COUPLINGS,
+    KINDS,
     METRICS,
     assert_linear_is_dense,
+    cloud,
     some,
     tokens,
 )
@@ -144,23 +146,6 @@ def test_hard(ties, coupling, n, m, masked):
                 q, k, value, hard=True, ties=ties, coupling=coupling, key_mask=mask,
                 inverse_temperature=tau,
             )  # fmt: skip
-
-
-def cloud(kind: str, *shape: int) -> torch.Tensor:
-    x = torch.randn(shape, dtype=torch.float64)
-    return {
-        "normal": lambda: x,
-        "ties": lambda: x.round(),
-        "one-point": lambda: torch.ones_like(x),
-        "clusters": lambda: x.round() + 1e-4 * torch.randn_like(x),
-        "narrow": lambda: 5 + 1e-6 * x,
-        "wide": lambda: 100 * x,
-        "heavy": lambda: x**3,
-        "far": lambda: x + 1e3,
-    }[kind]()
-
-
-KINDS = ("normal", "ties", "one-point", "clusters", "narrow", "wide", "heavy", "far")
 
 
 @settings(max_examples=120)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from espformer import esp_attention, esp_plan
-from tests.compare import differentiate, some, tokens
+from tests.compare import BACKENDS, differentiate, some, tokens
 
 VARIANTS = {
     "rows": {},
@@ -14,7 +14,6 @@ VARIANTS = {
     "average": {"hard": True, "ties": "average"},
     "straight-through": {"straight_through": True},
 }
-BACKENDS = ("linear", "dense")
 NUMBERS = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
 
 

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from espformer import esp_attention, esp_plan
-from tests.compare import BALANCES, COUPLINGS, METRICS, assert_agree, differentiate, some, tokens
+from tests.compare import (
+    BACKENDS,
+    BALANCES,
+    COUPLINGS,
+    METRICS,
+    assert_agree,
+    differentiate,
+    some,
+    tokens,
+)
 
 VARIANTS = {
     "rows": {},
@@ -15,7 +24,6 @@ VARIANTS = {
     "average": {"hard": True, "ties": "average"},
     "straight-through": {"straight_through": True},
 }
-BACKENDS = ("linear", "dense")
 
 
 @pytest.fixture(params=VARIANTS.values(), ids=VARIANTS)

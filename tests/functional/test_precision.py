@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from espformer import esp_attention, esp_plan
-from tests.compare import BALANCES, METRICS, differentiate, some, tokens
+from tests.compare import BACKENDS, BALANCES, METRICS, differentiate, some, tokens
 
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 VARIANTS = {
@@ -125,7 +125,7 @@ def test_output_dtype_is_that_of_the_values(dtype):
         assert esp_attention(*inputs, backend=backend).dtype == dtype
 
 
-@pytest.mark.parametrize("backend", ["linear", "dense"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("t", [1e-17, 1e-19, 1e-30, 1e-39, 1e-46, 1e-300])

@@ -5,9 +5,7 @@ import torch
 
 from espformer import esp_attention
 from espformer.ops.esp.problem import Problem
-from tests.compare import differentiate, tokens
-
-BACKENDS = ("linear", "dense")
+from tests.compare import BACKENDS, differentiate, tokens
 
 
 def slice_shares(out: torch.Tensor, alone: list[torch.Tensor]) -> torch.Tensor:

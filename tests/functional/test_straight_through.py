@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from espformer import esp_attention
-from tests.compare import differentiate, some, tokens
+from tests.compare import BACKENDS, differentiate, some, tokens
 
-BACKENDS = ("linear", "dense")
 OPTIONS = {
     "rows": {},
     "both-average": {"balance": "both", "ties": "average"},

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from espformer import esp_attention, esp_plan
-from tests.compare import assert_agree, differentiate, some, tokens
+from tests.compare import BACKENDS, assert_agree, differentiate, some, tokens
 
 VARIANTS = {
     "rows": {},
@@ -13,7 +13,6 @@ VARIANTS = {
     "hard": {"hard": True},
     "average": {"hard": True, "ties": "average"},
 }
-BACKENDS = ("linear", "dense")
 
 
 @pytest.fixture(params=VARIANTS.values(), ids=VARIANTS)

@@ -9,9 +9,7 @@ from espformer import esp_attention, esp_plan
 from espformer.models import TextClassifier, VisionTransformer
 from espformer.models.set_transformer import SetTransformer
 from espformer.ops.esp.problem import spread
-from tests.compare import BALANCES, METRICS, differentiate, some, tokens
-
-BACKENDS = ("dense", "linear")
+from tests.compare import BACKENDS, BALANCES, METRICS, differentiate, some, tokens
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -17,12 +17,13 @@ from espformer.functional.arguments import (
     runs_kernels,
     under_transforms,
 )
+from espformer.ops.common.exporting import is_exporting
 from espformer.ops.common.masks import zero_padding
 from espformer.ops.esp import linear, reference
 from espformer.ops.esp.options import Options, takes_options
 from espformer.ops.esp.problem import Problem
 
-BACKENDS = ("auto", "dense", "linear", "triton")
+BACKENDS = ("auto", "dense", "linear", "cpu", "triton")
 
 
 @takes_options
@@ -188,7 +189,10 @@ def _backend(name: str, backend: str, *tokens: Tensor) -> ModuleType:
     one_of(name, "backend", backend, BACKENDS)
     if under_transforms(name, backend, "dense") or backend == "dense":
         return reference
-    if backend == "linear" or (backend == "auto" and tokens[0].device.type != "cuda"):
+    device = tokens[0].device.type
+    if backend == "cpu" or (backend == "auto" and device == "cpu"):
+        return _cpu_kernels(name, backend, device)
+    if backend == "linear" or (backend == "auto" and device != "cuda"):
         return linear
     runs_kernels(name, *tokens)
     try:
@@ -202,6 +206,26 @@ def _backend(name: str, backend: str, *tokens: Tensor) -> ModuleType:
             'backend="triton" needs triton >= 3.6 (pip install triton); backend="linear" does not'
         ) from error
     return kernels
+
+
+def _cpu_kernels(name: str, backend: str, device: str) -> ModuleType:
+    """The compiled kernels; for ``"auto"`` the torch operator where they cannot run."""
+    if device != "cpu":
+        raise ValueError(
+            f'{name}: backend="cpu" needs tensors on a CPU, got tensors on {device}; '
+            'backend="auto" picks what fits the device'
+        )
+    if backend == "auto" and is_exporting():  # a graph for other programs has plain operators
+        return linear
+    try:
+        from espformer.ops.esp import cpu
+    except ImportError as error:
+        if backend == "auto":
+            return linear
+        raise ImportError(
+            'backend="cpu" needs numba (pip install "espformer[cpu]"); backend="linear" does not'
+        ) from error
+    return cpu
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -1,0 +1,52 @@
+"""ESP attention by compiled recurrences (numba), for CPUs; its torch twin is `ops.esp.linear`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from espformer.ops.common.masks import zero_padding
+from espformer.ops.esp.cpu import operators
+from espformer.ops.esp.linear import same_lengths
+from espformer.ops.esp.problem import Problem
+
+
+def attend(problem: Problem, value: Tensor) -> Tensor:
+    """``N · G V``: (batch, N, d), in linear time and memory; a head that holds NaN is all NaN."""
+    marker = problem.nonfinite_marker().view(-1, 1, 1)
+    problem, value = problem.scaled(), value.to(problem.dtype)
+    options = problem.options
+    query_points, key_points = (
+        problem.in_units(x, None if mask is None else mask.unsqueeze(1))
+        for x, mask in zip(
+            problem.projections(), (problem.query_mask, problem.key_mask), strict=True
+        )
+    )
+    inv_bandwidth = problem.inv_bandwidth()
+    if options.hard:  # no gradient reaches the numbers that are sorted
+        query_points, key_points = query_points.detach(), key_points.detach()
+        inv_bandwidth = inv_bandwidth.detach()
+    out, *_ = operators.attend(
+        problem.query, problem.key, value, query_points, key_points,
+        inv_bandwidth.expand(len(value)), _slice_logits(problem, query_points),
+        problem.centre().squeeze(-2), problem.query_mask, problem.key_mask,
+        float(options.inverse_temperature), options.metric, options.balance, options.hard,
+        options.ties, "" if same_lengths(problem) else options.coupling,
+    )  # fmt: skip
+    return zero_padding(out + marker, problem.query_mask)
+
+
+def _slice_logits(problem: Problem, points: Tensor) -> Tensor | None:
+    """What is added to -τ D, (batch, L): learnt preferences, and -∞ where slices are dropped."""
+    logits = problem.slice_logits
+    if problem.keep is not None:
+        logits = points.new_zeros(()) if logits is None else logits
+        logits = logits.masked_fill(~problem.keep, -torch.inf)
+    return None if logits is None else logits.expand(points.shape[:2])
+
+
+def plan(problem: Problem) -> Tensor:
+    """``N · G`` itself, (batch, N, M): the same operator applied to the identity."""
+    key = problem.key
+    eye = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device)
+    return attend(problem, eye.expand(key.shape[0], -1, -1))

@@ -1,0 +1,372 @@
+"""Gradients of the plans of slices, by the same recurrences, computing everything again.
+
+Output and costs are sums of one bilinear form of rows X of queries and Y of keys,
+
+    F_l(X, Y) = Σ_n q_out_n (κ_q q_in X)_n · (T k_out κ_k k_in Y)_n:
+
+the output is its derivative in X at Y = V, and the costs are F_l(Q, K) beside two columns. With
+``left = κ_q q_in X``, ``right = κ_k k_in Y`` the upstream gradients of these two products are
+``e = k_out Tᵀ q_out left`` and ``h = q_out T k_out right``, and with κ symmetric
+
+    dX = q_in κ_q h,    ds_q = h · (κ' q_in X) + q_in X · (κ' h),    and the same of the keys.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from espformer.ops.esp.cpu.compiling import kernel, part, stand_alone
+from espformer.ops.esp.cpu.kappa import (
+    multiply,
+    multiply_column,
+    multiply_with_slope,
+    new_kappa,
+    stretch,
+)
+from espformer.ops.esp.cpu.normalising import balance_gradient, balance_steps, room
+from espformer.ops.esp.cpu.rows import (
+    add_products,
+    add_products_with_tokens,
+    clear,
+    clear_blocks,
+    copy,
+    couple,
+    couple_back,
+    new_blocks,
+    numbered,
+    ones,
+    pack,
+    scatter,
+    squared_norms,
+    unpack,
+    weighted_product,
+)
+from espformer.ops.esp.cpu.simd import LANES
+from espformer.ops.esp.cpu.soft_plan import couple_column, mix_squares, plan_of, row_sums
+
+
+class SideGradient(NamedTuple):
+    """What arrives at one side of every slice, by rank."""
+
+    slopes: np.ndarray  # (batch, L, N): derivatives in points times inv_bandwidth
+    scales_out: np.ndarray  # (batch, L, N)
+    scales_in: np.ndarray  # (batch, L, N); without slices unless balanced
+    inv_bandwidth: np.ndarray  # (batch, L)
+
+
+# Rows of the room for one block: κ_q q_in X and its slope, κ_k k_in Y and its slope, what the
+# coupling makes of them, and the product with an upstream gradient and its slope.
+LEFT, LEFT_SLOPE, RIGHT, RIGHT_SLOPE, FROM_LEFT, FROM_RIGHT, PRODUCT, PRODUCT_SLOPE = range(8)
+
+
+@part
+def form_gradient(plan, x, y, weight, settings, rows, numbers, unit, ranks, slopes, outs, lanes):  # type: ignore[no-untyped-def]
+    """Of ``weight F_l(X, Y)`` of one block, what can be said of the products with X and Y.
+
+    Adds to `slopes` and `outs`, one for either side. Leaves the upstream gradients in the rows
+    FROM_LEFT (e) and FROM_RIGHT (h), with their scales in `numbers`. Gives back F_l(X, Y).
+    """
+    stand_alone()
+    n, m = plan.kappa_q.n, plan.kappa_k.n
+    left, right = rows[LEFT], rows[RIGHT]
+    if settings.slopes:
+        multiply_with_slope(plan.kappa_q, x, plan.q_order, plan.q_in, left, rows[LEFT_SLOPE], lanes)
+        multiply_with_slope(
+            plan.kappa_k, y, plan.k_order, plan.k_in, right, rows[RIGHT_SLOPE], lanes
+        )
+    else:
+        multiply(plan.kappa_q, x, plan.q_order, plan.q_in, left, lanes)
+        multiply(plan.kappa_k, y, plan.k_order, plan.k_in, right, lanes)
+    e_scale, h_scale = numbers
+    e_rows, h_rows, met_left, met_right = left, right, plan.q_out, plan.k_out
+    if len(plan.pairs.rows):
+        couple(right, plan.k_out, plan.pairs, rows[FROM_RIGHT], n, lanes)
+        couple_back(left, plan.q_out, plan.pairs, rows[FROM_LEFT], m, lanes)
+        e_rows, h_rows, met_left, met_right = rows[FROM_LEFT], rows[FROM_RIGHT], unit, unit
+    # Rows that have met no coupling have not met the scale of their own side yet.
+    for i in range(m):
+        e_scale[i] = met_left[i] * plan.k_out[i]
+    for i in range(n):
+        h_scale[i] = met_right[i] * plan.q_out[i]
+    found = weighted_product(left, h_rows, n, h_scale, lanes)
+    for i in range(m):
+        e_scale[i] *= weight
+    for i in range(n):
+        h_scale[i] *= weight
+    if settings.slopes:
+        one = unit.dtype.type(1)
+        add_products(left, h_rows, n, met_right, weight, outs[0], lanes)
+        add_products(right, e_rows, m, met_left, weight, outs[1], lanes)
+        add_products(rows[LEFT_SLOPE], h_rows, n, h_scale, one, slopes[0], lanes)
+        add_products(rows[RIGHT_SLOPE], e_rows, m, e_scale, one, slopes[1], lanes)
+    return found
+
+
+@part
+def pull_back(
+    kappa, x, order, scale_in, p, ranks, p_scale, rows, settings, unit, slopes, ins, d_x, lanes
+):  # type: ignore[no-untyped-def]
+    """From the upstream gradient ``p_scale p`` of ``κ in x`` to dx, and its part of the slopes.
+
+    Gives back the gradient of inv_bandwidth, if that is wanted; `ins` and `d_x` may be empty.
+    """
+    stand_alone()
+    n, one, product = kappa.n, unit.dtype.type(1), rows[PRODUCT]
+    if settings.slopes:
+        multiply_with_slope(kappa, p, ranks, p_scale, product, rows[PRODUCT_SLOPE], lanes)
+        add_products_with_tokens(x, order, rows[PRODUCT_SLOPE], n, scale_in, slopes, lanes)
+        if len(ins):
+            add_products_with_tokens(x, order, product, n, unit, ins, lanes)
+    elif len(d_x):
+        multiply(kappa, p, ranks, p_scale, product, lanes)
+    if len(d_x):
+        scatter(product, n, order, scale_in, one, d_x, lanes)
+    if settings.stretched:
+        return stretch(kappa, x, order, scale_in, p, ranks, p_scale, lanes)
+    return 0 * one
+
+
+@kernel
+def plans_gradient(
+    h0, h1, l0, l1, table, poles, settings, queries, keys, pairs, x, y, centre, weights,
+    q_grad, k_grad, forms, d_x, d_y, lanes,
+):  # type: ignore[no-untyped-def] # fmt: skip
+    """Gradients of ``Σ_l weights_l F_l(X - centre, Y - centre)``, and the forms F_l, (batch, L).
+
+    Adds to `q_grad` and `k_grad`, writes d_x (batch, N, d), unless it is empty, and d_y.
+    """
+    rows_x, rows_y = x.shape[1], y.shape[1]
+    number, most = x.dtype, max(rows_x, rows_y)
+    x_blocks = new_blocks(rows_x, x.shape[2], number, lanes)
+    y_blocks = new_blocks(rows_y, y.shape[2], number, lanes)
+    d_x_blocks = new_blocks(rows_x if d_x.shape[1] else 0, x.shape[2], number, lanes)
+    d_y_blocks = new_blocks(rows_y, y.shape[2], number, lanes)
+    rows = np.empty((8, most * 8 * len(lanes)), number)
+    unit, ranks, empty = ones(most, number), numbered(most), np.empty(0, number)
+    e_scale, h_scale = np.empty(most, number), np.empty(most, number)
+    q_room, k_room = new_kappa(table, poles, rows_x), new_kappa(table, poles, rows_y)
+    is_coupled = pairs.rows.shape[1] > 0
+    for head in range(h0, h1):
+        clear_blocks(d_x_blocks)
+        clear_blocks(d_y_blocks)
+        takes_part = queries.lengths[head] > 0 and keys.lengths[head] > 0
+        if takes_part:
+            pack(x[head], centre[head], x_blocks, lanes)
+            pack(y[head], centre[head], y_blocks, lanes)
+        for l in range(l0, l1):
+            forms[head, l] = 0
+            # A slice without weight, dropped or dear, has no gradient.
+            if not takes_part or weights[head, l] == 0:
+                continue
+            plan = plan_of(settings, q_room, k_room, unit, queries, keys, pairs, head, l)
+            slopes = q_grad.slopes[head, l], k_grad.slopes[head, l]
+            outs = q_grad.scales_out[head, l], k_grad.scales_out[head, l]
+            q_ins, k_ins = empty, empty
+            if q_grad.scales_in.shape[1]:
+                q_ins, k_ins = q_grad.scales_in[head, l], k_grad.scales_in[head, l]
+            e_rows, h_rows = rows[LEFT], rows[RIGHT]
+            if is_coupled:
+                e_rows, h_rows = rows[FROM_LEFT], rows[FROM_RIGHT]
+            for block in range(len(x_blocks)):
+                forms[head, l] += form_gradient(
+                    plan, x_blocks[block], y_blocks[block], weights[head, l], settings, rows,
+                    (e_scale, h_scale), unit, ranks, slopes, outs, lanes,
+                )  # fmt: skip
+                if settings.slopes or d_x.shape[1]:
+                    q_grad.inv_bandwidth[head, l] += pull_back(
+                        plan.kappa_q, x_blocks[block], plan.q_order, plan.q_in, h_rows, ranks,
+                        h_scale, rows, settings, unit, slopes[0], q_ins, d_x_blocks[block], lanes,
+                    )  # fmt: skip
+                k_grad.inv_bandwidth[head, l] += pull_back(
+                    plan.kappa_k, y_blocks[block], plan.k_order, plan.k_in, e_rows, ranks,
+                    e_scale, rows, settings, unit, slopes[1], k_ins, d_y_blocks[block], lanes,
+                )  # fmt: skip
+        if d_x.shape[1]:
+            unpack(d_x_blocks, d_x[head], lanes)
+        unpack(d_y_blocks, d_y[head], lanes)
+
+
+# Rows of the room for what is one number per rank, on one side: ‖x‖² of the tokens and its
+# gradient, A1, what ranks receive of the other side's A1 and its gradient, and rooms.
+SQUARES, D_SQUARES, SUMS, MET, D_MET, AT_RANK, MIXED, D_SCALE = range(8)
+
+# Rows of the room for pairs (x, p) of products κx and their upstream gradients, which pull at the
+# points: x and p, a product, and the slopes of either. Their columns are the balancing steps and
+# where these start, or the normalisation, first; then squares and row sums.
+OPERANDS, GRADIENTS, PAIR_PRODUCT, SLOPES, OTHER_SLOPES = range(5)
+COLUMNS = LANES[16]
+WIDTH, OF_SQUARES, OF_SUMS = 16, 14, 15
+
+
+@part
+def squares_gradient(kappa, order, scale_in, scale_out, weight, columns, pairs, d_out, d_in):  # type: ignore[no-untyped-def]
+    """Of ``weight Σ_n out_n (κ in ‖x‖²)_n met_n``; `d_out` and `d_in` may be empty."""
+    stand_alone()
+    at_rank, mixed = columns[AT_RANK], columns[MIXED]
+    mix_squares(kappa, order, scale_in, columns[SQUARES], at_rank, mixed)
+    for i in range(kappa.n):
+        pairs[OPERANDS, i * WIDTH + OF_SQUARES] = at_rank[i]
+        if len(d_out):
+            d_out[i] += weight * columns[MET, i] * mixed[i]
+        columns[D_MET, i] = weight * scale_out[i] * mixed[i]
+        at_rank[i] = weight * scale_out[i] * columns[MET, i]
+        pairs[GRADIENTS, i * WIDTH + OF_SQUARES] = at_rank[i]
+    multiply_column(kappa, at_rank, mixed)
+    for i in range(kappa.n):
+        columns[D_SQUARES, order[i]] += scale_in[i] * mixed[i]
+        if len(d_in):
+            d_in[i] += columns[SQUARES, order[i]] * mixed[i]
+
+
+@part
+def sums_gradient(kappa, scale_in, scale_out, columns, pairs, d_sums, d_out, d_in):  # type: ignore[no-untyped-def]
+    """Of the row sums ``out κ in``; they are constant unless balanced."""
+    stand_alone()
+    at_rank, mixed = columns[AT_RANK], columns[MIXED]
+    for i in range(kappa.n):
+        d_out[i] += d_sums[i] * columns[SUMS, i] / scale_out[i]
+        at_rank[i] = d_sums[i] * scale_out[i]
+        pairs[OPERANDS, i * WIDTH + OF_SUMS] = scale_in[i]
+        pairs[GRADIENTS, i * WIDTH + OF_SUMS] = at_rank[i]
+    multiply_column(kappa, at_rank, mixed)
+    for i in range(kappa.n):
+        d_in[i] += mixed[i]
+
+
+@part
+def scales_gradient(
+    kappa, scale_out, balanced, exponents, unit, columns, pairs, steps, d_out, d_in
+):  # type: ignore[no-untyped-def]
+    """From the gradient of the scales to pairs that pull at the points."""
+    stand_alone()
+    if balanced:
+        x, r = steps[0], steps[1]
+        balance_steps(kappa, unit, exponents, x, r, columns[MIXED])
+        for i in range(kappa.n):
+            columns[D_SCALE, i] = d_out[i] + d_in[i]
+        balance_gradient(
+            kappa, exponents, x, r, columns[D_SCALE], columns[AT_RANK], columns[MIXED],
+            pairs[OPERANDS], pairs[GRADIENTS], WIDTH,
+        )  # fmt: skip
+    else:
+        for i in range(kappa.n):
+            pairs[OPERANDS, i * WIDTH] = 1
+            pairs[GRADIENTS, i * WIDTH] = -d_out[i] * scale_out[i] * scale_out[i]
+
+
+@part
+def let_pairs_pull(kappa, order, pairs, slopes, ranks, unit, settings, d_points):  # type: ignore[no-untyped-def]
+    """Brings the slopes of one slice to its tokens; gives back the gradient of inv_bandwidth."""
+    stand_alone()
+    n, one = kappa.n, unit.dtype.type(1)
+    operands, gradients = pairs[OPERANDS], pairs[GRADIENTS]
+    for operand, other, row in ((operands, gradients, SLOPES), (gradients, operands, OTHER_SLOPES)):
+        found = pairs[row]
+        multiply_with_slope(kappa, operand, ranks, unit, pairs[PAIR_PRODUCT], found, COLUMNS)
+        add_products(found, other, n, unit, one, slopes, COLUMNS)
+    for i in range(n):
+        d_points[order[i]] = kappa.inv_bandwidth * slopes[i]
+    if settings.stretched:
+        return stretch(kappa, operands, ranks, unit, gradients, ranks, unit, COLUMNS)
+    return 0 * one
+
+
+@part
+def add_squares(rows, centre, d_squares, d_rows):  # type: ignore[no-untyped-def]
+    """``d_rows += 2 (rows - centre) d_squares``."""
+    stand_alone()
+    for i in range(rows.shape[0]):
+        for j in range(rows.shape[1]):
+            d_rows[i, j] += 2 * d_squares[i] * (rows[i, j] - centre[j])
+
+
+@kernel
+def finish_gradient(
+    h0, h1, l0, l1, table, poles, settings, queries, keys, pairs, query, key, centre, d_costs,
+    q_grad, k_grad, d_query, d_key, d_query_points, d_key_points,
+):  # type: ignore[no-untyped-def] # fmt: skip
+    """Gradients of what is one number per rank: squares, row sums, scales; then of the points.
+
+    `d_costs` (batch, L) is empty without costs; `d_query` and `d_key` are added to.
+    """
+    rows, columns, number = query.shape[1], key.shape[1], query.dtype
+    with_costs, balanced = d_costs.shape[1] > 0, settings.balanced
+    most, steps = max(rows, columns), len(settings.exponents) + 1 if balanced else 0
+    q, k = np.empty((8, room(rows)), number), np.empty((8, room(columns)), number)
+    for row in range(8):
+        for i in range(q.shape[1]):
+            q[row, i] = 1
+        for i in range(k.shape[1]):
+            k[row, i] = 1
+    q_pairs = np.empty((5, rows * WIDTH), number)
+    k_pairs = np.empty((5, columns * WIDTH), number)
+    clear_blocks(q_pairs)
+    clear_blocks(k_pairs)
+    q_steps = np.empty((2, steps, room(rows)), number)
+    k_steps = np.empty((2, steps, room(columns)), number)
+    unit, ranks, empty = ones(most, number), numbered(most), np.empty(0, number)
+    q_room, k_room = new_kappa(table, poles, rows), new_kappa(table, poles, columns)
+    q_blocks = new_blocks(rows, query.shape[2], number, COLUMNS)
+    k_blocks = new_blocks(columns, key.shape[2], number, COLUMNS)
+    for head in range(h0, h1):
+        n, m = queries.lengths[head], keys.lengths[head]
+        if n == 0 or m == 0:
+            continue
+        if with_costs:
+            pack(query[head], centre[head], q_blocks, COLUMNS)
+            pack(key[head], centre[head], k_blocks, COLUMNS)
+            squared_norms(q_blocks, rows, q[SQUARES], COLUMNS)
+            squared_norms(k_blocks, columns, k[SQUARES], COLUMNS)
+            clear(q[D_SQUARES], rows)
+            clear(k[D_SQUARES], columns)
+        for l in range(l0, l1):
+            plan = plan_of(settings, q_room, k_room, unit, queries, keys, pairs, head, l)
+            kappa_q, kappa_k = plan.kappa_q, plan.kappa_k
+            q_outs, k_outs = q_grad.scales_out[head, l], k_grad.scales_out[head, l]
+            q_ins, k_ins = empty, empty
+            if q_grad.scales_in.shape[1]:
+                q_ins, k_ins = q_grad.scales_in[head, l], k_grad.scales_in[head, l]
+            if with_costs:
+                weight = d_costs[head, l] / n
+                row_sums(kappa_q, plan.q_in, plan.q_out, balanced, q[SUMS])
+                row_sums(kappa_k, plan.k_in, plan.k_out, balanced, k[SUMS])
+                own = plan.pairs
+                copy(couple_column(own.rows, own.columns, own.weights, k[SUMS], q[MET]), n, q[MET])
+                copy(couple_column(own.columns, own.rows, own.weights, q[SUMS], k[MET]), m, k[MET])
+                squares_gradient(
+                    kappa_q, plan.q_order, plan.q_in, plan.q_out, weight, q, q_pairs, q_outs, q_ins
+                )
+                squares_gradient(
+                    kappa_k, plan.k_order, plan.k_in, plan.k_out, weight, k, k_pairs, k_outs, k_ins
+                )
+                if balanced and settings.slopes:
+                    d_q_sums = couple_column(own.rows, own.columns, own.weights, k[D_MET], q[MET])
+                    d_k_sums = couple_column(own.columns, own.rows, own.weights, q[D_MET], k[MET])
+                    sums_gradient(
+                        kappa_q, plan.q_in, plan.q_out, q, q_pairs, d_q_sums, q_outs, q_ins
+                    )
+                    sums_gradient(
+                        kappa_k, plan.k_in, plan.k_out, k, k_pairs, d_k_sums, k_outs, k_ins
+                    )
+            if settings.slopes:
+                scales_gradient(
+                    kappa_q, plan.q_out, balanced, settings.exponents, unit, q, q_pairs, q_steps,
+                    q_outs, q_ins,
+                )  # fmt: skip
+                scales_gradient(
+                    kappa_k, plan.k_out, balanced, settings.exponents, unit, k, k_pairs, k_steps,
+                    k_outs, k_ins,
+                )  # fmt: skip
+                q_grad.inv_bandwidth[head, l] += let_pairs_pull(
+                    kappa_q, plan.q_order, q_pairs, q_grad.slopes[head, l], ranks, unit, settings,
+                    d_query_points[head, l],
+                )  # fmt: skip
+                k_grad.inv_bandwidth[head, l] += let_pairs_pull(
+                    kappa_k, plan.k_order, k_pairs, k_grad.slopes[head, l], ranks, unit, settings,
+                    d_key_points[head, l],
+                )  # fmt: skip
+        if with_costs:
+            add_squares(query[head], centre[head], q[D_SQUARES], d_query[head])
+            add_squares(key[head], centre[head], k[D_SQUARES], d_key[head])

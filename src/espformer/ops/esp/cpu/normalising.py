@@ -1,0 +1,83 @@
+"""What scales the kernel of sorted numbers to a soft sort: one number per rank.
+
+``S = diag(out) κ diag(in)`` with ``out = 1/κ1``, ``in = 1`` (rows sum to one), or with ``out = in``
+from the Chebyshev steps of `balancing` (rows and columns do). These steps are differentiated one
+by one, as in torch: the gradient is that of what is computed, to the last digit.
+"""
+
+from __future__ import annotations
+
+from espformer.ops.esp.cpu.compiling import part, stand_alone
+from espformer.ops.esp.cpu.kappa import multiply_column
+from espformer.ops.esp.cpu.simd import LANES, exp, load, log, store
+
+WIDE = LANES[16]
+
+
+@part
+def room(n):  # type: ignore[no-untyped-def]
+    """As many numbers, rounded up to whole vectors."""
+    return -(-n // 16) * 16
+
+
+@part
+def power(x, exponent, n, y):  # type: ignore[no-untyped-def]
+    """``y = x ** exponent`` for positive x; what lies behind n is overwritten."""
+    stand_alone()
+    for i in range(0, n, 16):
+        store(y, i, exp(exponent * log(load(x, i, WIDE))))
+
+
+@part
+def row_scales(kappa, ones, scale):  # type: ignore[no-untyped-def]
+    """``1 / κ1``."""
+    multiply_column(kappa, ones, scale)
+    for i in range(kappa.n):
+        scale[i] = 1 / scale[i]
+
+
+@part
+def balance_steps(kappa, ones, exponents, x, r, spare):  # type: ignore[no-untyped-def]
+    """``x_0 = (κ1)^(-1/2)``, ``r_i = x_i κx_i``, ``x_{i+1} = x_i r_i^(-ω_i)``.
+
+    `x` is (steps + 1, room), `r` (steps + 1, room) with κ1 in the last row.
+    """
+    stand_alone()
+    n = kappa.n
+    steps = len(exponents)
+    multiply_column(kappa, ones, r[steps])
+    power(r[steps], exponents.dtype.type(-0.5), n, x[0])
+    for step in range(steps):
+        multiply_column(kappa, x[step], r[step])
+        for i in range(n):
+            r[step, i] *= x[step, i]
+        power(r[step], -exponents[step], n, spare)
+        for i in range(n):
+            x[step + 1, i] = x[step, i] * spare[i]
+
+
+@part
+def balance_gradient(kappa, exponents, x, r, dx, spare, other, operands, gradients, width):  # type: ignore[no-untyped-def]
+    """Goes back through `balance_steps` from ``dx``, which is overwritten.
+
+    Every product κx with an upstream gradient p is a pair of columns that pulls at the points: it
+    is written to the first columns of `operands` and `gradients`, rows of `width` numbers.
+    """
+    stand_alone()
+    n = kappa.n
+    steps = len(exponents)
+    for step in range(steps - 1, -1, -1):
+        for i in range(n):
+            # dr_i = -ω x_{i+1} / r dx_{i+1}; what κx receives is dr x_i
+            dr = -exponents[step] * x[step + 1, i] / r[step, i] * dx[i]
+            spare[i] = dr * x[step, i]
+            dx[i] = (dx[i] * x[step + 1, i] + dr * r[step, i]) / x[step, i]
+            operands[i * width + step] = x[step, i]
+            gradients[i * width + step] = spare[i]
+        multiply_column(kappa, spare, other)
+        for i in range(n):
+            dx[i] += other[i]
+    half = exponents.dtype.type(-0.5)
+    for i in range(n):
+        operands[i * width + steps] = 1
+        gradients[i * width + steps] = half * x[0, i] / r[steps, i] * dx[i]

@@ -1,0 +1,276 @@
+"""The kernels as registered torch operators, with their fake and autograd rules.
+
+- ``espformer::cpu_attend``: sorted numbers, slice costs, weights and output, in one call;
+- ``espformer::cpu_attend_backward``: all gradients of that.
+
+What the backward needs beside the inputs are the order, points and scales of every slice, O(L N),
+and the weights of the slices: they are outputs too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from espformer.ops.common.autograd import refuse_double_backward
+from espformer.ops.common.custom_op import operator
+from espformer.ops.esp.balancing import chebyshev_exponents
+from espformer.ops.esp.coupling import couple
+from espformer.ops.esp.cpu import gradients, soft_plan
+from espformer.ops.esp.cpu.kappa import table_of
+from espformer.ops.esp.cpu.simd import LANES
+from espformer.ops.esp.cpu.soft_plan import Pairs, Settings, Side
+from espformer.ops.esp.cpu.threads import run, shares
+
+OPTIONS = 6  # the last arguments of `cpu_attend`
+DIFFERENTIABLE = 7  # the first: query, key, value, points of both, inv_bandwidth, slice_logits
+
+
+def _lanes(width: int) -> tuple[int, ...]:
+    """Columns that are worked on at once: few more than there are."""
+    return LANES[16 if width <= 16 else 32]
+
+
+def _array(x: Tensor) -> np.ndarray:
+    found: np.ndarray = x.detach().numpy()
+    return found
+
+
+def _mask(mask: Tensor | None, heads: int) -> np.ndarray:
+    return np.zeros((heads, 0), np.bool_) if mask is None else _array(mask)
+
+
+def _side(parts: list[Tensor]) -> Side:
+    return Side(*(_array(x) for x in parts))
+
+
+def _new_side(points: Tensor) -> list[Tensor]:
+    """Lengths, order, points and scales."""
+    lengths = torch.empty(points.shape[0], dtype=torch.int64)
+    order = torch.empty(points.shape, dtype=torch.int32)
+    return [lengths, order, torch.empty_like(points), torch.empty_like(points)]
+
+
+def _settings(
+    inv_bandwidth: Tensor, balance: str, hard: bool, ties: str,
+    slopes: bool = False, stretched: bool = False,
+) -> Settings:  # fmt: skip
+    exponents = np.array(chebyshev_exponents(), _array(inv_bandwidth).dtype)
+    balanced = balance == "both" and not hard
+    return Settings(
+        _array(inv_bandwidth), hard, ties == "average", balanced, slopes, stretched, exponents
+    )
+
+
+def _pairs(
+    coupling: str, lengths: tuple[Tensor, Tensor], rows: int, columns: int, dtype: torch.dtype
+) -> Pairs:
+    """The non-zeros of the coupling; none if ranks meet one to one."""
+    if coupling:
+        found = couple(coupling, *lengths, rows, columns, dtype)
+        return Pairs(_array(found.rows), _array(found.columns), _array(found.weights))
+    none = torch.empty(len(lengths[0]), 0, dtype=torch.int64)
+    return Pairs(_array(none), _array(none), _array(none.to(dtype)))
+
+
+def _multiplications(numbers: Tensor, other: Tensor, *widths: int) -> int:
+    """About how many a pass over rows of these widths takes."""
+    heads, slices, tokens = numbers.shape
+    return heads * slices * max(tokens, other.shape[-1]) * sum(widths)
+
+
+@operator("cpu_attend")
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, query_points: Tensor, key_points: Tensor,
+    inv_bandwidth: Tensor, slice_logits: Tensor | None, centre: Tensor,
+    query_mask: Tensor | None, key_mask: Tensor | None,
+    tau: float, metric: str, balance: str, hard: bool, ties: str, coupling: str,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]:  # fmt: skip
+    """``N · G V`` (batch, N, d); the weights of the slices; two sides (see `Side`).
+
+    `query_points` (batch, L, N) and `key_points` are what is sorted, `inv_bandwidth` is (batch,),
+    `slice_logits` (batch, L), `centre` (batch, m). `coupling` is empty if
+    every sequence has as many queries as keys.
+    """
+    heads, slices, tokens = query_points.shape
+    table, poles = table_of(metric, query.dtype)
+    settings = _settings(inv_bandwidth, balance, hard, ties)
+    q_parts, k_parts = _new_side(query_points), _new_side(key_points)
+    queries, keys = _side(q_parts), _side(k_parts)
+    width = value.shape[-1] + (query.shape[-1] if tau else 0)
+    work = shares(heads, slices, _multiplications(query_points, key_points, width))
+    for numbers, mask, side in (
+        (query_points, query_mask, queries), (key_points, key_mask, keys),
+    ):  # fmt: skip
+        operands = table, poles, settings, _array(numbers), _mask(mask, heads), side
+        run(soft_plan.sort_side, work, lambda _, operands=operands: operands)
+    pairs = _pairs(coupling, (q_parts[0], k_parts[0]), tokens, key_points.shape[-1], query.dtype)
+    plan = table, poles, settings, queries, keys, pairs
+    costs = query.new_zeros(heads, slices)
+    if tau:
+        clouds = *(_array(x) for x in (query, key, centre, costs)), _lanes(query.shape[-1])
+        run(soft_plan.slice_costs, work, lambda _: (*plan, *clouds))
+    logits = -tau * costs
+    weights = (logits if slice_logits is None else logits + slice_logits).softmax(-1)
+    partial = value.new_empty(
+        1 + max(x.part for x in work) if work else 1, heads, tokens, value.shape[-1]
+    )
+    rows = _array(value), _array(weights)
+    run(
+        soft_plan.apply_plans, work,
+        lambda part: (*plan, *rows, _array(partial[part]), _lanes(value.shape[-1])),
+    )  # fmt: skip
+    return _add_up(partial), weights, *q_parts, *k_parts  # type: ignore[return-value]
+
+
+def _add_up(partial: Tensor) -> Tensor:
+    """The sum of what the shares of a head found, in their order."""
+    return partial[0] if len(partial) == 1 else partial.sum(0)
+
+
+@attend.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    out = value.new_empty(*query.shape[:2], value.shape[-1])
+    sides = [
+        x for numbers in args[:2]
+        for x in (
+            numbers.new_empty(numbers.shape[0], dtype=torch.int64),
+            numbers.new_empty(numbers.shape, dtype=torch.int32),
+            numbers.new_empty(numbers.shape),
+            numbers.new_empty(numbers.shape),
+        )
+    ]  # fmt: skip
+    return out, args[0].new_empty(args[0].shape[:2]), *sides
+
+
+def _room(wanted: list[bool], *operands: Tensor) -> list[tuple[int, ...]]:
+    """The shapes of the gradients; empty where none is wanted."""
+    return [tuple(x.shape) if want else (0,) for x, want in zip(operands, wanted, strict=True)]
+
+
+@operator("cpu_attend_backward")
+def attend_backward(
+    upstream: Tensor, weights: Tensor, q_lengths: Tensor, q_order: Tensor, q_points: Tensor,
+    q_scales: Tensor, k_lengths: Tensor, k_order: Tensor, k_points: Tensor, k_scales: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, inv_bandwidth: Tensor, centre: Tensor,
+    tau: float, metric: str, balance: str, hard: bool, ties: str, coupling: str,
+    costs: bool, slopes: bool, width: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key (with `costs`), value, both points (with `slopes`), inv_bandwidth
+    (with `width`, which needs slopes), slice_logits; what is not wanted is empty.
+    """
+    heads, slices, tokens = q_points.shape
+    table, poles = table_of(metric, query.dtype)
+    settings = _settings(inv_bandwidth, balance, hard, ties, slopes, width)
+    queries = _side([q_lengths, q_order, q_points, q_scales])
+    keys = _side([k_lengths, k_order, k_points, k_scales])
+    pairs = _pairs(coupling, (q_lengths, k_lengths), tokens, k_points.shape[-1], query.dtype)
+    plan = table, poles, settings, queries, keys, pairs
+    amount = value.shape[-1] + (query.shape[-1] if costs else 0)
+    work = shares(heads, slices, 4 * _multiplications(q_points, k_points, amount))
+    parts = 1 + max(x.part for x in work) if work else 1
+    q_grad, k_grad = (_new_gradient(x, slopes, settings.balanced) for x in (q_points, k_points))
+    d_value = value.new_zeros(parts, *value.shape)
+    forms = weights.new_zeros(weights.shape)
+    nowhere = value.new_zeros(heads, value.shape[-1])
+    none = value.new_zeros(heads, 0, value.shape[-1])
+    rows = tuple(_array(x) for x in (upstream, value, nowhere, weights))
+    run(
+        gradients.plans_gradient, work,
+        lambda part: (
+            *plan, *rows, q_grad, k_grad, _array(forms), _array(none),
+            _array(d_value[part]), _lanes(value.shape[-1]),
+        ),
+    )  # fmt: skip
+    d_query, d_key = (query.new_zeros(parts, *x.shape) if costs else None for x in (query, key))
+    d_costs = weights.new_zeros(heads, 0)
+    d_logits = weights * (forms - (weights * forms).sum(-1, keepdim=True))
+    if costs:
+        d_costs = -tau * d_logits
+        share = -2 * d_costs / q_lengths.clamp(min=1).unsqueeze(-1)
+        clouds = tuple(_array(x) for x in (query, key, centre, share))
+        run(
+            gradients.plans_gradient, work,
+            lambda part: (
+                *plan, *clouds, q_grad, k_grad, _array(torch.empty_like(forms)),
+                _array(d_query[part]), _array(d_key[part]), _lanes(query.shape[-1]),
+            ),
+        )  # fmt: skip
+    d_points = [
+        torch.zeros_like(x) if slopes else x.new_zeros(heads, 0, 0) for x in (q_points, k_points)
+    ]
+    if costs or slopes:
+        spots = [
+            x if x is not None else query.new_zeros(parts, heads, 0, 0) for x in (d_query, d_key)
+        ]
+        operands = tuple(_array(x) for x in (query, key, centre, d_costs))
+        run(
+            gradients.finish_gradient, work,
+            lambda part: (
+                *plan, *operands, q_grad, k_grad, *(_array(x[part]) for x in spots),
+                *(_array(x) for x in d_points),
+            ),
+        )  # fmt: skip
+    found = [_add_up(x) if x is not None else query.new_empty(0) for x in (d_query, d_key, d_value)]
+    found += [x if slopes else query.new_empty(0) for x in d_points]
+    d_width = query.new_empty(0)
+    if width:
+        d_width = torch.from_numpy((q_grad.inv_bandwidth + k_grad.inv_bandwidth).sum(-1))
+    return *found, d_width, d_logits  # type: ignore[return-value]
+
+
+def _new_gradient(points: Tensor, slopes: bool, balanced: bool) -> gradients.SideGradient:
+    heads, slices, tokens = points.shape
+    many = tokens if slopes else 0
+    return gradients.SideGradient(
+        _array(points.new_zeros(heads, slices, many)),
+        _array(points.new_zeros(heads, slices, many)),
+        _array(points.new_zeros(heads, slices if slopes and balanced else 0, many)),
+        _array(points.new_zeros(heads, slices)),
+    )
+
+
+@attend_backward.register_fake
+def _(upstream: Tensor, weights: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    q_points, k_points, (query, key, value, inv_bandwidth) = args[2], args[6], args[8:12]
+    costs, slopes, width = args[-3:]
+    shapes = _room(
+        [costs, costs, True, slopes, slopes, width, True],
+        query, key, value, q_points, k_points, inv_bandwidth, weights,
+    )  # fmt: skip
+    return tuple(query.new_empty(shape) for shape in shapes)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, _, _, inv_bandwidth, _, centre = inputs[:8]
+    ctx.options = inputs[-OPTIONS:]
+    ctx.save_for_backward(*output[1:], query, key, value, inv_bandwidth, centre)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+@refuse_double_backward("espformer's linear-time attention")
+def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    needs = ctx.needs_input_grad
+    tau = ctx.options[0]
+    upstream = grads[0]
+    if upstream is None:
+        return (None,) * len(needs)
+    width = needs[5]
+    slopes = width or needs[3] or needs[4]
+    costs = bool(tau) and (slopes or needs[0] or needs[1])
+    found = attend_backward(upstream, *ctx.saved_tensors, *ctx.options, costs, slopes, width)
+    rest = (None,) * (len(needs) - DIFFERENTIABLE)
+    wanted = (costs, costs, True, slopes, slopes, width, True)
+    return *(
+        x if want and need else None
+        for x, want, need in zip(found, wanted, needs[:DIFFERENTIABLE], strict=True)
+    ), *rest
+
+
+attend.register_autograd(_gradients, setup_context=_remember)

@@ -1,0 +1,93 @@
+"""Threads for kernels that are compiled without Python's lock: as many as torch has been told.
+
+Each thread owns whole heads, or some slices of one, whose results are added up in their order: the
+same numbers come out every time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+
+# Fewer multiplications than this are done before another thread has woken up.
+WORTH_A_THREAD = 1 << 18
+
+
+class Share(NamedTuple):
+    """The heads ``[h0, h1)`` and the slices ``[l0, l1)``, which add to the partial sum `part`."""
+
+    h0: int
+    h1: int
+    l0: int
+    l1: int
+    part: int
+
+
+def shares(heads: int, slices: int, work: int) -> list[Share]:
+    """One for each thread, or several if heads are few; `work` counts multiplications."""
+    threads = min(torch.get_num_threads(), max(1, work // WORTH_A_THREAD))
+    if heads >= threads:
+        bounds = _bounds(heads, threads)
+        return [Share(h0, h1, 0, slices, 0) for h0, h1 in bounds]
+    bounds = _bounds(slices, min(slices, -(-threads // max(1, heads))))
+    return [
+        Share(head, head + 1, l0, l1, part)
+        for head in range(heads)
+        for part, (l0, l1) in enumerate(bounds)
+    ]
+
+
+def _bounds(count: int, parts: int) -> list[tuple[int, int]]:
+    cuts = [count * i // parts for i in range(parts + 1)]
+    return list(itertools.pairwise(cuts))
+
+
+class _Pool:
+    """Threads that wait for work; a process that was forked off starts its own."""
+
+    def __init__(self) -> None:
+        self.reset()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.reset)
+
+    def reset(self) -> None:
+        self.lock, self.size = threading.Lock(), 0
+        self.executor: ThreadPoolExecutor | None = None
+
+    def of(self, threads: int) -> ThreadPoolExecutor:
+        with self.lock:
+            if self.executor is None or self.size < threads:
+                if self.executor is not None:
+                    self.executor.shutdown(wait=False)
+                self.executor = ThreadPoolExecutor(threads, thread_name_prefix="espformer")
+                self.size = threads
+            return self.executor
+
+
+_pool = _Pool()
+
+
+def run(kernel: Callable[..., Any], work: list[Share], arguments: Callable[[int], tuple]) -> None:
+    """``kernel(h0, h1, l0, l1, *arguments(part))`` for every share of the work."""
+
+    def one(share: Share) -> None:
+        kernel(*share[:4], *arguments(share.part))
+
+    threads = min(len(work), torch.get_num_threads())
+    if threads < 2:
+        for share in work:
+            one(share)
+        return
+    executor = _pool.of(threads - 1)
+    waiting = [executor.submit(one, share) for share in work[1:]]
+    try:
+        one(work[0])
+    finally:
+        for future in waiting:
+            future.result()

@@ -1,0 +1,133 @@
+"""The compiled kernels against the torch operator: outputs and gradients of drawn problems."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+pytest.importorskip("numba")
+
+from espformer import esp_attention
+from tests.compare import (
+    BALANCES,
+    COUPLINGS,
+    KINDS,
+    METRICS,
+    assert_agree,
+    assert_same,
+    cloud,
+    differentiate,
+    some,
+    tokens,
+)
+
+
+@settings(max_examples=1500)
+@given(
+    metric=st.sampled_from(METRICS),
+    balance=st.sampled_from(BALANCES),
+    hard=st.sampled_from((False, False, False, True)),
+    ties=st.sampled_from(("stable", "average")),
+    coupling=st.sampled_from(COUPLINGS),
+    unit=st.sampled_from(("absolute", "spread")),
+    kinds=st.tuples(st.sampled_from(KINDS), st.sampled_from(KINDS)),
+    n=st.integers(1, 120),
+    m=st.one_of(st.none(), st.integers(1, 120)),
+    head_dim=st.integers(1, 20),
+    width=st.sampled_from((1, 3, 16, 17, 40)),
+    slices=st.integers(0, 4),
+    preferred=st.booleans(),
+    masked=st.booleans(),
+    exponent=st.floats(-6, 1),
+    tau=st.sampled_from((0.0, 0.1, 1.0)),
+    seed=st.integers(0, 2**20),
+)
+def test_any_call(
+    metric, balance, hard, ties, coupling, unit, kinds, n, m, head_dim, width, slices, preferred,
+    masked, exponent, tau, seed,
+):  # fmt: skip
+    torch.manual_seed(seed)
+    m = n if m is None else m
+    if {"narrow", "far", "one-point"} & set(kinds):
+        unit = "absolute"  # quotients by the spread keep few digits of differences, or none
+    query, key = cloud(kinds[0], 2, n, head_dim), cloud(kinds[1], 2, m, head_dim)
+    value = torch.randn(2, m, width, dtype=torch.float64)
+    # Weights are exp(-τ D): a cost of a million leaves fewer digits than a cost of one.
+    spread = float((query.unsqueeze(-2) - key.unsqueeze(-3)).square().sum(-1).max()) / head_dim
+    assert_same(
+        query, key, value, "cpu", "linear", metric=metric, balance=balance, hard=hard, ties=ties,
+        coupling=coupling, temperature_unit=unit, inverse_temperature=tau,
+        sort_temperature=torch.tensor(10.0**exponent, dtype=torch.float64),
+        slices=torch.randn(slices, head_dim, dtype=torch.float64) if slices else None,
+        slice_logits=torch.randn(slices or head_dim).double() if preferred else None,
+        query_mask=some(2, n) if masked else None, key_mask=some(2, m) if masked else None,
+        slack=1 + tau * spread,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("balance", BALANCES)
+@pytest.mark.parametrize("n", [15, 16, 17, 40, 41, 96, 97, 300], ids=lambda n: f"N{n}")
+def test_borders(metric, balance, n):
+    """Lengths at which sorting, vectors or chunks change how they work."""
+    query, key, value = tokens(1, 2, n=n, head_dim=3, width=5)
+    for t in (1e-3, 0.3, 10.0):
+        assert_same(
+            query, key, value, "cpu", "linear", metric=metric, balance=balance,
+            sort_temperature=torch.tensor([t, 2 * t], dtype=torch.float64),
+            inverse_temperature=0.5,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("balance", BALANCES)
+@pytest.mark.parametrize("n", [19, 64, 500], ids=lambda n: f"N{n}")
+def test_single_precision(metric, balance, n):
+    inputs = tokens(2, 2, n=n, head_dim=8, width=40)
+    options = {"metric": metric, "balance": balance, "inverse_temperature": 0.1}
+    exact = differentiate(*inputs, backend="linear", **options)
+    found = differentiate(*(x.float() for x in inputs), backend="cpu", **options)
+    twin = differentiate(*(x.float() for x in inputs), backend="linear", **options)
+    assert_agree(found, exact, output=1e-5, gradients=2e-5)
+    for name, expected in exact.items():  # no worse than the torch operator, by much
+        own, others = ((x[name] - expected).norm() for x in (found, twin))
+        assert own <= 3 * others + 1e-6 * expected.norm(), name
+
+
+@pytest.mark.parametrize("options", [{}, {"hard": True}, {"balance": "both"}], ids=str)
+def test_no_token_takes_part(options):
+    query, key, value = tokens(3, 2, n=9)
+    mask = some(3, 9)
+    mask[1] = False
+    for masks in ({"key_mask": mask}, {"query_mask": mask, "key_mask": ~mask}):
+        assert_same(query, key, value, "cpu", "linear", inverse_temperature=0.5, **masks, **options)
+
+
+@pytest.mark.parametrize("which", [("query",), ("key",), ("value",), ("query", "value")], ids=str)
+@pytest.mark.parametrize("tau", [0.0, 1.0])
+def test_some_gradients_alone_are_those_of_all(which, tau):
+    inputs = dict(zip(("query", "key", "value"), tokens(1, 2, n=11), strict=True))
+    options = {"inverse_temperature": tau, "backend": "cpu"}
+    expected = differentiate(**inputs, **options)
+    leaves = {name: x.clone().requires_grad_(name in which) for name, x in inputs.items()}
+    output = esp_attention(**leaves, **options)
+    upstream = torch.sin(torch.arange(output.numel()) + 1.0).view_as(output).double()
+    output.backward(upstream)
+    for name, leaf in leaves.items():
+        if name in which:
+            torch.testing.assert_close(leaf.grad, expected[name])
+        else:
+            assert leaf.grad is None
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("balance", BALANCES)
+def test_errors_of_many_additions_do_not_add_up(metric, balance):
+    """Equal tokens are the worst: every addition is rounded the same way."""
+    query = torch.zeros(1, 20_000, 1)
+    query[0, 0] = 1e3
+    out = esp_attention(
+        query, query, torch.ones_like(query), backend="cpu", metric=metric, balance=balance,
+        sort_temperature=1.0, temperature_unit="absolute",
+    )  # fmt: skip
+    torch.testing.assert_close(out, torch.ones_like(out), atol=1e-5, rtol=1e-5)

@@ -1,0 +1,185 @@
+"""The compiled kernels as torch and the machine see them: operators, threads, the cache on disk."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+import espformer
+from espformer.ops.esp import cpu
+from espformer.ops.esp.cpu import compiling, operators, threads
+from tests.compare import differentiate, tokens
+
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+def arguments(hard: bool = False) -> tuple:
+    query, key, value = (x.requires_grad_() for x in tokens(2, n=6))
+    points = [x.detach().mT.contiguous().requires_grad_(not hard) for x in (query, key)]
+    width = torch.full((2,), 3.0, dtype=torch.float64, requires_grad=not hard)
+    logits = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    options = (0.5, "absolute", "rows", hard, "stable", "")
+    return query, key, value, *points, width, logits, key.detach()[:, 0], None, None, *options
+
+
+@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
+def test_operator(hard):
+    torch.library.opcheck(operators.attend.custom, arguments(hard), test_utils=CHECKS)
+
+
+def test_operator_of_the_backward():
+    outputs = operators.attend(*(x.detach() if hasattr(x, "detach") else x for x in arguments()))
+    query, key, value, _, _, width, _, centre, _, _, *options = arguments()
+    saved = [x.detach() for x in (*outputs[1:], query, key, value, width, centre)]
+    for flags in ((True, True, True), (False, False, False), (True, False, False)):
+        torch.library.opcheck(
+            operators.attend_backward.custom,
+            (torch.ones_like(outputs[0]), *saved, *options, *flags),
+            test_utils=CHECKS,
+        )
+
+
+def test_second_derivatives_are_refused():
+    query, key, value = (x.requires_grad_() for x in tokens(1, n=5))
+    out = espformer.esp_attention(query, key, value, backend="cpu")
+    (grad,) = torch.autograd.grad(out.sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated once, not twice"):
+        grad.sum().backward()
+
+
+@pytest.fixture
+def _two_threads(monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.setattr(threads, "WORTH_A_THREAD", 1)
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+@pytest.mark.parametrize("metric", ["absolute", "squared"])
+@pytest.mark.usefixtures("_two_threads")
+def test_threads_find_the_same(heads, metric):
+    inputs = tokens(1, heads, n=50, head_dim=5)
+    options = {"backend": "cpu", "metric": metric, "inverse_temperature": 0.5}
+    options["sort_temperature"] = torch.tensor(0.3, dtype=torch.float64)
+    both = differentiate(*inputs, **options)
+    again = differentiate(*inputs, **options)
+    torch.set_num_threads(1)
+    alone = differentiate(*inputs, **options)
+    for name, expected in alone.items():
+        assert torch.equal(both[name], again[name]), name  # the same sums every time
+        torch.testing.assert_close(both[name], expected, msg=name)
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_calls_from_several_threads():
+    inputs = tokens(1, 3, n=50)
+    expected = differentiate(*inputs, backend="cpu")
+    wrong = []
+
+    def call() -> None:
+        for _ in range(5):
+            found = differentiate(*inputs, backend="cpu")
+            wrong.extend(name for name in expected if not torch.equal(found[name], expected[name]))
+
+    callers = [threading.Thread(target=call) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize(("heads", "slices"), [(1, 1), (1, 8), (3, 8), (8, 3), (5, 2)])
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_shares_cover_everything_once(heads, slices, count, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: count)
+    found = threads.shares(heads, slices, 1 << 40)
+    cells = [(h, l) for s in found for h in range(s.h0, s.h1) for l in range(s.l0, s.l1)]
+    assert sorted(cells) == [(h, l) for h in range(heads) for l in range(slices)]
+    for head in range(heads):  # what is added up has a place of its own
+        parts = [s.part for s in found if s.h0 <= head < s.h1]
+        assert parts == list(range(len(parts)))
+
+
+def run(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True, text=True, env=os.environ | environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_import_does_not_load_numba():
+    assert "numba" not in run("import sys, espformer; print('numba' in sys.modules and 'numba')")
+
+
+def test_without_numba_the_torch_operator_is_used():
+    run(
+        """
+        import sys
+        sys.modules["numba"] = sys.modules["llvmlite"] = None
+        import torch, espformer
+        q, k, v = torch.randn(3, 1, 2, 9, 4).unbind()
+        auto = espformer.esp_attention(q, k, v)
+        assert torch.equal(auto, espformer.esp_attention(q, k, v, backend="linear"))
+        try:
+            espformer.esp_attention(q, k, v, backend="cpu")
+        except ImportError as error:
+            assert "espformer[cpu]" in str(error)
+        else:
+            raise AssertionError
+        """
+    )
+
+
+def test_other_devices_are_refused():
+    meta = torch.zeros(1, 2, 4, 4, device="meta")
+    with pytest.raises(ValueError, match="needs tensors on a CPU, got tensors on meta"):
+        espformer.esp_attention(meta, meta, meta, backend="cpu")
+
+
+def test_a_directory_that_cannot_be_written_to_is_no_error(tmp_path, monkeypatch):
+    """Neither when the cache is looked for, nor when something was compiled and shall be kept."""
+    found = compiling._KernelCache(cpu.soft_plan.sort_side.py_func)
+    monkeypatch.setattr(found, "_cache_path", str(tmp_path / "none" / "such"))
+    monkeypatch.setattr(found._impl.locator, "ensure_cache_path", lambda: None)
+    kernel = cpu.soft_plan.sort_side
+    espformer.esp_attention(*tokens(1, n=4), backend="cpu")
+    signature, compiled = next(iter(kernel.overloads.items()))
+    found.save_overload(signature, compiled)
+    assert found.load_overload(signature, kernel.targetctx) is None
+
+    def nowhere(self: object, function: object) -> None:
+        raise RuntimeError("cannot cache function: no locator available")
+
+    monkeypatch.setattr(compiling._KernelCache, "__init__", nowhere)
+    assert compiling.kernel(lambda x: x + 1)(1) == 2
+
+
+def test_kernels_are_kept_for_what_the_sources_say(tmp_path):
+    """Another state of any file of the package is another name."""
+    function = cpu.soft_plan.sort_side.py_func
+    one, other = compiling._KernelCache(function), compiling._KernelCache(function)
+    one._choose_file("signature")
+    stamp, compiling.STAMP = compiling.STAMP, "another"
+    try:
+        other._choose_file("signature")
+    finally:
+        compiling.STAMP = stamp
+    assert Path(one._cache_file._index_path).name != Path(other._cache_file._index_path).name
+
+
+def test_a_long_compilation_is_announced(caplog):
+    announcer = compiling._Announcer()
+    announcer.say()
+    assert "compiles its CPU kernels" in caplog.text
