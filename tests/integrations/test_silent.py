@@ -84,7 +84,7 @@ def test_self_or_cross_is_asked_where_it_is_not_known():
     module = espformer.convert(nn.MultiheadAttention(12, 3, batch_first=True).eval(), ESP())
     x, y = torch.randn(3, 7, 12), torch.randn(3, 7, 12)
     module(x, y, y)  # without padding it makes no difference
-    with pytest.raises(ValueError, match="cross=True.*cross=False"):
+    with pytest.raises(ValueError, match=r"cross=True.*cross=False"):
         module(x, y, y, key_padding_mask=~MASK)
     with pytest.raises(ValueError, match="cross=True"):
         module(x[:, :1], y, y)

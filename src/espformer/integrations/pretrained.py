@@ -14,7 +14,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from espformer.integrations.candidates import MECHANISM
 from espformer.integrations.convert import convert
 from espformer.integrations.settings import mechanism_from_settings
-from espformer.integrations.transformers import NAME
+from espformer.integrations.transformers_places import NAME
 from espformer.nn import Mechanism
 
 __all__ = ["load_pretrained"]
