@@ -107,7 +107,8 @@ def review(modules: dict[str, nn.Module], candidates: dict[str, Candidate]) -> N
         parts = name.split(".")
         around = [modules.get(".".join(parts[:depth])) for depth in reversed(range(len(parts)))]
         forwards = [set() if module is None else names_in_forward(module) for module in around]
-        if any(first_of(module, "relative_position_bias", "rel_pos_bias") for module in around):
+        inside = (child for module in around if module is not None for child in module._modules)
+        if any("position_bias" in child for child in inside):
             candidate.refusal = BIASED
         elif any("generate_block_attention_mask" in names for names in forwards):
             candidate.refusal = PACKED

@@ -22,7 +22,7 @@ _OTHER_STATES = (
 BIASED = "adds a bias of positions to scores, which this attention does not have"
 PACKED = "packs several images into one sequence, with a mask of pairs that keeps them apart"
 _HEADS = ("num_attention_heads", "num_heads", "n_heads")
-HEAD_DIM = ("head_dim", "attention_head_size")
+HEAD_DIM = ("head_dim", "attention_head_size", "head_size")
 
 
 def uses_registry(module: nn.Module) -> bool:
@@ -50,6 +50,8 @@ def refusal_of(module: nn.Module) -> str | None:
     arguments = inspect.signature(forward_of(module)).parameters
     tables = first_of(module, "relative_position_bias_table", "relative_position_bias")
     relative = tables is not None or hasattr(module, "has_relative_attention_bias")
+    # Conformers of wav2vec 2 are built with one of several kinds of positions.
+    relative |= "relative" in str(getattr(module, "position_embeddings_type", None))
     if "position_bias" in arguments or relative:
         return BIASED
     if isinstance(first_of(module, "scaling", "scale"), Tensor):
