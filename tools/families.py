@@ -41,44 +41,130 @@ BATCH, TOKENS = 2, 12
 WIDTH, HEADS, LAYERS = 32, 2, 2
 SIZES: dict[str, Any] = {
     **dict.fromkeys(
-        "hidden_size d_model dim emb_dim embed_dim n_embd embedding_size encoder_hidden_size "
-        "decoder_hidden_size projection_dim hidden_dim conv_dim_out output_dim text_embed_dim "
-        "feature_size codebook_dim encoder_embed_dim decoder_embed_dim vision_hidden_size "
-        "proj_dim adapter_out_dim projector_hidden_size rnn_hidden_size text_hidden_size "
-        "d_latents qk_channels v_channels out_hidden_size fusion_hidden_size".split(),
+        [
+            "hidden_size",
+            "d_model",
+            "dim",
+            "emb_dim",
+            "embed_dim",
+            "n_embd",
+            "embedding_size",
+            "encoder_hidden_size",
+            "decoder_hidden_size",
+            "projection_dim",
+            "hidden_dim",
+            "conv_dim_out",
+            "output_dim",
+            "text_embed_dim",
+            "feature_size",
+            "codebook_dim",
+            "encoder_embed_dim",
+            "decoder_embed_dim",
+            "vision_hidden_size",
+            "proj_dim",
+            "adapter_out_dim",
+            "projector_hidden_size",
+            "rnn_hidden_size",
+            "text_hidden_size",
+            "d_latents",
+            "qk_channels",
+            "v_channels",
+            "out_hidden_size",
+            "fusion_hidden_size",
+        ],
         WIDTH,
     ),
     **dict.fromkeys(
-        "num_attention_heads num_heads n_heads n_head encoder_attention_heads attention_heads "
-        "decoder_attention_heads num_key_value_heads num_encoder_attention_heads "
-        "num_decoder_attention_heads encoder_num_attention_heads decoder_num_attention_heads "
-        "num_self_attention_heads num_cross_attention_heads vision_num_attention_heads "
-        "encoder_num_key_value_heads decoder_num_key_value_heads num_head".split(),
+        [
+            "num_attention_heads",
+            "num_heads",
+            "n_heads",
+            "n_head",
+            "encoder_attention_heads",
+            "attention_heads",
+            "decoder_attention_heads",
+            "num_key_value_heads",
+            "num_encoder_attention_heads",
+            "num_decoder_attention_heads",
+            "encoder_num_attention_heads",
+            "decoder_num_attention_heads",
+            "num_self_attention_heads",
+            "num_cross_attention_heads",
+            "vision_num_attention_heads",
+            "encoder_num_key_value_heads",
+            "decoder_num_key_value_heads",
+            "num_head",
+        ],
         HEADS,
     ),
     **dict.fromkeys(
-        "num_hidden_layers num_layers n_layers n_layer encoder_layers decoder_layers depth "
-        "num_encoder_layers num_decoder_layers encoder_num_hidden_layers num_blocks "
-        "decoder_num_hidden_layers num_hidden_groups text_encoder_layers e_layers "
-        "num_self_attends_per_block vision_num_hidden_layers".split(),
+        [
+            "num_hidden_layers",
+            "num_layers",
+            "n_layers",
+            "n_layer",
+            "encoder_layers",
+            "decoder_layers",
+            "depth",
+            "num_encoder_layers",
+            "num_decoder_layers",
+            "encoder_num_hidden_layers",
+            "num_blocks",
+            "decoder_num_hidden_layers",
+            "num_hidden_groups",
+            "text_encoder_layers",
+            "e_layers",
+            "num_self_attends_per_block",
+            "vision_num_hidden_layers",
+        ],
         LAYERS,
     ),
     **dict.fromkeys(
-        "intermediate_size d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim d_inner mlp_dim "
-        "dim_feedforward ffn_hidden_size inner_dim feed_forward_size ffn_intermediate_size "
-        "moe_intermediate_size encoder_feedforward_dim decoder_feedforward_dim "
-        "encoder_intermediate_size shared_expert_intermediate_size decoder_intermediate_size".split(),
+        [
+            "intermediate_size",
+            "d_ff",
+            "ffn_dim",
+            "encoder_ffn_dim",
+            "decoder_ffn_dim",
+            "d_inner",
+            "mlp_dim",
+            "dim_feedforward",
+            "ffn_hidden_size",
+            "inner_dim",
+            "feed_forward_size",
+            "ffn_intermediate_size",
+            "moe_intermediate_size",
+            "encoder_feedforward_dim",
+            "decoder_feedforward_dim",
+            "encoder_intermediate_size",
+            "shared_expert_intermediate_size",
+            "decoder_intermediate_size",
+        ],
         2 * WIDTH,
     ),
-    **dict.fromkeys("head_dim d_kv attention_head_dim kv_channels".split(), WIDTH // HEADS),
+    **dict.fromkeys(["head_dim", "d_kv", "attention_head_dim", "kv_channels"], WIDTH // HEADS),
     **dict.fromkeys(
-        "vocab_size padded_vocab_size text_vocab_size audio_vocab_size num_embeddings "
-        "codebook_size".split(),
+        [
+            "vocab_size",
+            "padded_vocab_size",
+            "text_vocab_size",
+            "audio_vocab_size",
+            "num_embeddings",
+            "codebook_size",
+        ],
         64,
     ),
     **dict.fromkeys(
-        "max_position_embeddings n_positions max_sequence_length max_source_positions "
-        "max_target_positions max_seq_len context_length max_2d_position_embeddings".split(),
+        [
+            "max_position_embeddings",
+            "n_positions",
+            "max_sequence_length",
+            "max_source_positions",
+            "max_target_positions",
+            "max_seq_len",
+            "context_length",
+            "max_2d_position_embeddings",
+        ],
         64,
     ),
     "image_size": 32,
@@ -151,7 +237,9 @@ def classes() -> Iterator[type[Any]]:
             continue
         found = (c for c in vars(module).values() if inspect.isclass(c))
         for cls in sorted(found, key=lambda c: c.__name__):
-            own = cls.__module__ == module.__name__ and issubclass(cls, transformers.PreTrainedModel)
+            own = cls.__module__ == module.__name__ and issubclass(
+                cls, transformers.PreTrainedModel
+            )
             named = cls.__name__.endswith(("Model", "Encoder")) or cls.__name__ in known
             if own and named and not cls.__name__.endswith("PreTrainedModel"):
                 if isinstance(getattr(cls, "config_class", None), type):
@@ -252,9 +340,7 @@ def outputs(model: nn.Module, given: dict[str, Any]) -> list[Tensor]:
     torch.manual_seed(2)
     with torch.no_grad():
         found = model(**given)
-    leaves = torch.utils._pytree.tree_leaves(
-        dict(found) if hasattr(found, "items") else found
-    )
+    leaves = torch.utils._pytree.tree_leaves(dict(found) if hasattr(found, "items") else found)
     tensors = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
     if not tensors:
         raise TypeError("gives no tensors")

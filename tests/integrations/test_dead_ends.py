@@ -119,7 +119,20 @@ def test_what_cannot_run_is_not_called_converted():
     plain = transformers.BeitModel(transformers.BeitConfig(**IMAGE)).eval()
     espformer.convert(plain, ESP())(IMAGES)
     pixtral = transformers.PixtralVisionModel(transformers.PixtralVisionConfig(**IMAGE))
-    assert all("images into one sequence" in reason for reason in reasons(pixtral))
+    assert all("masks (query, key) pairs" in reason for reason in reasons(pixtral))
+
+
+def test_a_module_that_asks_the_registry_in_vain_is_not_converted():
+    """``getattr(ALL_ATTENTION_FUNCTIONS, ...)`` finds nothing there, whatever the name."""
+    module = pytest.importorskip("transformers.models.kosmos2_5.modeling_kosmos2_5")
+    config = transformers.Kosmos2_5Config().vision_config
+    for name, value in {
+        "hidden_size": 16, "head_dim": 8, "num_attention_heads": 2, "num_hidden_layers": 1,
+        "intermediate_size": 32,
+    }.items():  # fmt: skip
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match="nothing to convert"):
+        espformer.convert(module.Kosmos2_5VisionEncoder(config), ESP())
 
 
 @torch.no_grad()

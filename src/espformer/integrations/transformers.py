@@ -42,7 +42,7 @@ from espformer.integrations.settings import mechanism_from_settings
 from espformer.integrations.transformers_modules import (
     BIASED,
     HEAD_DIM,
-    PACKED,
+    PAIRS,
     class_name,
     first_of,
     heads_of,
@@ -72,6 +72,11 @@ except ImportError:
 __all__ = ["attention", "describe", "find", "finish", "padding_mask", "revert", "review"]
 
 _MASK_MAKERS = {"create_causal_mask", "create_bidirectional_mask"}
+# What Pixtral and Grounding DINO call to mask pairs.
+_PAIR_MASK_MAKERS = {
+    "generate_block_attention_mask",
+    "generate_masks_with_special_tokens_and_transfer_map",
+}
 
 
 def find(name: str, module: nn.Module, parent: nn.Module | None) -> Candidate | None:
@@ -110,8 +115,8 @@ def review(modules: dict[str, nn.Module], candidates: dict[str, Candidate]) -> N
         inside = (child for module in around if module is not None for child in module._modules)
         if any("position_bias" in child for child in inside):
             candidate.refusal = BIASED
-        elif any("generate_block_attention_mask" in names for names in forwards):
-            candidate.refusal = PACKED
+        elif any(names & _PAIR_MASK_MAKERS for names in forwards):
+            candidate.refusal = PAIRS
         elif not candidate.cross:
             makers = next((names for names in forwards if names & _MASK_MAKERS), set())
             if makers and "create_bidirectional_mask" not in makers:
@@ -148,6 +153,8 @@ def attention(
     if scaling is not None and abs(scaling - own) > 1e-6 * own:
         query = query * (scaling / own)  # scaled before the call, as in Whisper
     place = module.__dict__.get(PLACE)
+    if place is not None:
+        place.called = True
     if not cross and query.shape[2] != key.shape[2]:
         if place is None or not place.given:
             raise ValueError(f"espformer: this {class_name(module)} {NOT_SELF}")

@@ -20,14 +20,17 @@ _OTHER_STATES = (
     "memory",
 )
 BIASED = "adds a bias of positions to scores, which this attention does not have"
-PACKED = "packs several images into one sequence, with a mask of pairs that keeps them apart"
+PAIRS = "its model masks (query, key) pairs, to keep images or phrases in one sequence apart"
 _HEADS = ("num_attention_heads", "num_heads", "n_heads")
 HEAD_DIM = ("head_dim", "attention_head_size", "head_size")
 
 
 def uses_registry(module: nn.Module) -> bool:
     known = hasattr(getattr(module, "config", None), "_attn_implementation")
-    return known and "ALL_ATTENTION_FUNCTIONS" in names_in_forward(module)
+    names = names_in_forward(module)
+    # The registry has no attributes: ``getattr(ALL_ATTENTION_FUNCTIONS, name, eager)`` is eager.
+    asked = "get_interface" in names or "getattr" not in names
+    return known and "ALL_ATTENTION_FUNCTIONS" in names and asked
 
 
 def names_in_forward(module: nn.Module) -> set[str]:
@@ -50,6 +53,7 @@ def refusal_of(module: nn.Module) -> str | None:
     arguments = inspect.signature(forward_of(module)).parameters
     tables = first_of(module, "relative_position_bias_table", "relative_position_bias")
     relative = tables is not None or hasattr(module, "has_relative_attention_bias")
+    relative |= hasattr(module, "relative_k_proj")
     # Conformers of wav2vec 2 are built with one of several kinds of positions.
     relative |= "relative" in str(getattr(module, "position_embeddings_type", None))
     if "position_bias" in arguments or relative:

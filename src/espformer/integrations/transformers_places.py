@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -40,6 +41,7 @@ class Place:
         settings: of the mechanism, None if a dictionary cannot hold them.
         root: class of the model that it was converted in.
         name: its name there.
+        called: whether its mechanism was called in this forward.
     """
 
     base: str
@@ -49,6 +51,7 @@ class Place:
     settings: dict[str, Any] | None = None
     root: str = ""
     name: str = ""
+    called: bool = False
 
 
 class Entry(dict[str, Any]):
@@ -102,7 +105,16 @@ class RegistryAttention(Converted):
             if other and not place.given:
                 raise ValueError(f"espformer: this {self.original.__name__} {NOT_SELF}")
             place.cross = other
-        return self.original.forward(self, *args, **options)
+        if place is None or torch.compiler.is_compiling():
+            return self.original.forward(module, *args, **options)
+        place.called = False
+        output = self.original.forward(module, *args, **options)
+        if not place.called:
+            raise RuntimeError(
+                f"espformer: this {self.original.__name__} was converted and does not ask the "
+                "registry of transformers for its attention: it computed softmax"
+            )
+        return output
 
 
 def describe(model: nn.Module, converted: list[Candidate]) -> None:
