@@ -9,6 +9,7 @@ from types import ModuleType
 from torch import nn
 
 from espformer.integrations import native, timm, torch_nn
+from espformer.integrations.calibration import restore_weights
 from espformer.integrations.candidates import (
     ASSUMED_CAUSAL,
     CROSS,
@@ -121,7 +122,8 @@ def convert(
 def revert(model: nn.Module) -> nn.Module:
     """Undo :func:`convert`: every attention module computes again what it computed before.
 
-    Weights stay as they are, trained since or not; what the mechanism had learnt is lost.
+    Weights stay as they are, trained since or not; those that :func:`espformer.calibrate` changed
+    are again what they were before. What the mechanism had learnt is lost.
 
     Raises:
         ValueError: nothing in this model was converted.
@@ -132,6 +134,7 @@ def revert(model: nn.Module) -> nn.Module:
     ]
     if not reverted:
         raise ValueError(f"revert: no module of this {type(model).__name__} was converted")
+    restore_weights(model)
     for library in libraries:
         if hasattr(library, "finish"):
             library.finish(model)

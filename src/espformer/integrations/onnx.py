@@ -8,18 +8,17 @@ before they are shipped, or keep the sequences short.
 import contextlib
 import importlib.util
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from espformer.integrations.inputs import Inputs, call_arguments
 from espformer.nn import ESP
 
 __all__ = ["export_onnx", "export_program", "onnx_difference"]
-
-Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
 
 def export_program(
@@ -42,7 +41,7 @@ def export_program(
         dynamic_shapes: says which sizes vary, in the form of ``torch.export.export``, instead of
             the two above.
     """
-    arguments, named = _arguments(example_inputs)
+    arguments, named = call_arguments(example_inputs)
     if dynamic_shapes is None:
         names = inspect.signature(model.forward).parameters
         inputs = dict(zip(names, arguments, strict=False)) | named
@@ -138,14 +137,6 @@ def _for_export(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _arguments(example_inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, Tensor):
-        return (example_inputs,), {}
-    return tuple(example_inputs), {}
-
-
 def _sizes(name: str, x: Any, batch: bool, length: bool) -> dict[int, Any] | None:
     if not isinstance(x, Tensor):
         return None
@@ -167,7 +158,7 @@ def onnx_difference(model: nn.Module, inputs: Inputs, path: str | Path) -> float
     """
     import onnxruntime
 
-    arguments, named = _arguments(inputs)
+    arguments, named = call_arguments(inputs)
     with _for_export(model), torch.no_grad():
         expected = torch.utils._pytree.tree_leaves(model(*arguments, **named))
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
