@@ -3,12 +3,12 @@
     python tools/families.py                      # every class, some minutes
     python tools/families.py --only bert,vit      # families whose model type contains one of these
 
-Each class that `AutoModel` knows, and every other model of transformers that is called `...Model` or
-`...Encoder`, is built with a tiny configuration and run. Then it is converted twice. With softmax as
-a mechanism its output must stay what it was: heads, scale, masks and positions are what `convert`
-takes them for. With ESP, every module that the report calls converted and that is run must have
-called its mechanism, none may have computed a softmax, and the output must be another one. A class
-that fails any of this is *wrong*, and there must be none.
+Each class that `AutoModel` knows, and every other model of transformers that is called `...Model`
+or `...Encoder`, is built with a tiny configuration and run. Then it is converted twice. With
+softmax as a mechanism its output must stay what it was: heads, scale, masks and positions are what
+`convert` takes them for. With ESP, every module that the report calls converted and that is run
+must have called its mechanism, none may have computed a softmax, and the output must be another
+one. A class that fails any of this is *wrong*, and there must be none.
 """
 
 import argparse
@@ -40,133 +40,50 @@ SAME = 1e-3  # of an output's largest number
 
 # What sizes are called in configurations, and how small they are made.
 WIDTH, HEADS, LAYERS = 32, 2, 2
+
+
+def named(size: int, names: str) -> dict[str, int]:
+    return dict.fromkeys(names.split(), size)
+
+
 SIZES: dict[str, Any] = {
-    **dict.fromkeys(
-        [
-            "hidden_size",
-            "d_model",
-            "dim",
-            "emb_dim",
-            "embed_dim",
-            "n_embd",
-            "embedding_size",
-            "encoder_hidden_size",
-            "decoder_hidden_size",
-            "projection_dim",
-            "hidden_dim",
-            "conv_dim_out",
-            "output_dim",
-            "text_embed_dim",
-            "feature_size",
-            "codebook_dim",
-            "encoder_embed_dim",
-            "decoder_embed_dim",
-            "vision_hidden_size",
-            "proj_dim",
-            "adapter_out_dim",
-            "projector_hidden_size",
-            "rnn_hidden_size",
-            "text_hidden_size",
-            "d_latents",
-            "qk_channels",
-            "v_channels",
-            "out_hidden_size",
-            "fusion_hidden_size",
-        ],
+    **named(
         WIDTH,
+        "hidden_size d_model dim emb_dim embed_dim n_embd embedding_size encoder_hidden_size "
+        "decoder_hidden_size projection_dim hidden_dim conv_dim_out output_dim text_embed_dim "
+        "feature_size codebook_dim encoder_embed_dim decoder_embed_dim vision_hidden_size "
+        "proj_dim adapter_out_dim projector_hidden_size rnn_hidden_size text_hidden_size "
+        "d_latents qk_channels v_channels out_hidden_size fusion_hidden_size",
     ),
-    **dict.fromkeys(
-        [
-            "num_attention_heads",
-            "num_heads",
-            "n_heads",
-            "n_head",
-            "encoder_attention_heads",
-            "attention_heads",
-            "decoder_attention_heads",
-            "num_key_value_heads",
-            "num_encoder_attention_heads",
-            "num_decoder_attention_heads",
-            "encoder_num_attention_heads",
-            "decoder_num_attention_heads",
-            "num_self_attention_heads",
-            "num_cross_attention_heads",
-            "vision_num_attention_heads",
-            "encoder_num_key_value_heads",
-            "decoder_num_key_value_heads",
-            "num_head",
-        ],
+    **named(
         HEADS,
+        "num_attention_heads num_heads n_heads n_head encoder_attention_heads attention_heads "
+        "decoder_attention_heads num_key_value_heads num_encoder_attention_heads "
+        "num_decoder_attention_heads encoder_num_attention_heads decoder_num_attention_heads "
+        "num_self_attention_heads num_cross_attention_heads vision_num_attention_heads "
+        "encoder_num_key_value_heads decoder_num_key_value_heads num_head",
     ),
-    **dict.fromkeys(
-        [
-            "num_hidden_layers",
-            "num_layers",
-            "n_layers",
-            "n_layer",
-            "encoder_layers",
-            "decoder_layers",
-            "depth",
-            "num_encoder_layers",
-            "num_decoder_layers",
-            "encoder_num_hidden_layers",
-            "num_blocks",
-            "decoder_num_hidden_layers",
-            "num_hidden_groups",
-            "text_encoder_layers",
-            "e_layers",
-            "num_self_attends_per_block",
-            "vision_num_hidden_layers",
-        ],
+    **named(
         LAYERS,
+        "num_hidden_layers num_layers n_layers n_layer encoder_layers decoder_layers depth "
+        "num_encoder_layers num_decoder_layers encoder_num_hidden_layers num_blocks "
+        "decoder_num_hidden_layers num_hidden_groups text_encoder_layers e_layers "
+        "num_self_attends_per_block vision_num_hidden_layers",
     ),
-    **dict.fromkeys(
-        [
-            "intermediate_size",
-            "d_ff",
-            "ffn_dim",
-            "encoder_ffn_dim",
-            "decoder_ffn_dim",
-            "d_inner",
-            "mlp_dim",
-            "dim_feedforward",
-            "ffn_hidden_size",
-            "inner_dim",
-            "feed_forward_size",
-            "ffn_intermediate_size",
-            "moe_intermediate_size",
-            "encoder_feedforward_dim",
-            "decoder_feedforward_dim",
-            "encoder_intermediate_size",
-            "shared_expert_intermediate_size",
-            "decoder_intermediate_size",
-        ],
+    **named(
         2 * WIDTH,
+        "intermediate_size d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim d_inner mlp_dim "
+        "dim_feedforward ffn_hidden_size inner_dim feed_forward_size ffn_intermediate_size "
+        "moe_intermediate_size encoder_feedforward_dim decoder_feedforward_dim "
+        "encoder_intermediate_size shared_expert_intermediate_size decoder_intermediate_size",
     ),
-    **dict.fromkeys(["head_dim", "d_kv", "attention_head_dim", "kv_channels"], WIDTH // HEADS),
-    **dict.fromkeys(
-        [
-            "vocab_size",
-            "padded_vocab_size",
-            "text_vocab_size",
-            "audio_vocab_size",
-            "num_embeddings",
-            "codebook_size",
-        ],
+    **named(WIDTH // HEADS, "head_dim d_kv attention_head_dim kv_channels"),
+    **named(
         64,
-    ),
-    **dict.fromkeys(
-        [
-            "max_position_embeddings",
-            "n_positions",
-            "max_sequence_length",
-            "max_source_positions",
-            "max_target_positions",
-            "max_seq_len",
-            "context_length",
-            "max_2d_position_embeddings",
-        ],
-        64,
+        "vocab_size padded_vocab_size text_vocab_size audio_vocab_size num_embeddings "
+        "codebook_size max_position_embeddings n_positions max_sequence_length "
+        "max_source_positions max_target_positions max_seq_len context_length "
+        "max_2d_position_embeddings",
     ),
     "image_size": 32,
     "img_size": 32,
@@ -241,10 +158,10 @@ def classes() -> Iterator[type[Any]]:
             own = cls.__module__ == module.__name__ and issubclass(
                 cls, transformers.PreTrainedModel
             )
-            named = cls.__name__.endswith(("Model", "Encoder")) or cls.__name__ in known
-            if own and named and not cls.__name__.endswith("PreTrainedModel"):
-                if isinstance(getattr(cls, "config_class", None), type):
-                    yield cls
+            bare = cls.__name__.endswith(("Model", "Encoder")) or cls.__name__ in known
+            configured = isinstance(getattr(cls, "config_class", None), type)
+            if own and bare and configured and not cls.__name__.endswith("PreTrainedModel"):
+                yield cls
 
 
 def tiny(config: Any) -> Any:

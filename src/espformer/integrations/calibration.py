@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from espformer.integrations.candidates import MECHANISM, Converted
 from espformer.integrations.inputs import Inputs, call_arguments
 from espformer.integrations.native import ORIGINAL
-from espformer.integrations.slices import align
+from espformer.integrations.slices import Call, fit_slices
 from espformer.nn import ESP, Attention, Differential, Mechanism, Softmax, parameter_groups
 
 __all__ = ["Calibration", "calibrate", "restore_weights"]
 
 # Under this name a module keeps the weights that it had before it was calibrated.
 _BEFORE = "_espformer_before_calibration"
-_SAMPLED = 8192  # tokens that slices are chosen from
+_SAMPLED = 4096  # tokens that slices are chosen from
 _WARM_UP = 0.1  # share of the steps in which the learning rate rises
 
 Progress = bool | Callable[[int, int, float], None]
@@ -80,7 +80,8 @@ def calibrate(
     .. math:: \frac1B \sum_{b=1}^{B} \Bigl( \sum_i \lVert h_{b,i} - h^*_{b,i} \rVert^2 \Bigr)
        \Big/ \Bigl( \sum_i \lVert h^*_{b,i} - \bar h^*_b \rVert^2 \Bigr),
 
-    over tokens i that are no padding. Dropout is off, and nothing is random but the order of the
+    the mean of two such shares: over tokens i that are no padding, and over the means of sequences.
+    Dropout is off, and nothing is random but the order of the
     batches. A minute on a CPU goes a part of the way; more steps, on a GPU, go further.
 
     :func:`espformer.revert` gives the weights of before the calibration back.
@@ -139,7 +140,7 @@ def calibrate(
         aligned: tuple[str, ...] = ()
         before = _output_error(model, teacher, data[0])
         if choose_slices:
-            aligned = tuple(_choose_slices(held, _converted(teacher), teacher, data))
+            aligned = tuple(_choose_slices(model, held, _converted(teacher), teacher, data))
         chosen = _output_error(model, teacher, data[0])
         for step, loss in enumerate(
             _distil(model, teacher, data, blocks, trained, steps, learning_rate, seed), 1
@@ -235,47 +236,67 @@ def _keep_weights(model: nn.Module, trained: set[str]) -> None:
 
 @torch.no_grad()
 def _choose_slices(
+    model: nn.Module,
     held: dict[str, nn.Module],
     teachers: dict[str, nn.Module],
     teacher: nn.Module,
     data: list[Any],
 ) -> Iterator[str]:
-    """Choose slices of every head of ESP that sorts along axes; names of their modules."""
-    samples: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in held}
-    handles = []
-    for name, module in teachers.items():
+    """Fit every module whose ESP sorts along axes to softmax in its place; their names.
 
-        def record(_module: Any, args: Any, options: Any, name: str = name) -> None:
-            query, key = args[:2]
-            mask = options.get("key_mask")
-            if query.shape[2] == key.shape[2]:
-                samples[name].append((_tokens(query, mask), _tokens(key, mask)))
+    One after the other, in the order in which they are called: each gets the tokens that those
+    before it, which are fitted already, give it, and is fitted to what softmax gave in the
+    original.
+    """
+    outputs: dict[str, list[Tensor]] = {}
+    batches: list[Any] = []
+
+    def keep(name: str, _args: Any, _options: Any, output: Any) -> None:
+        outputs.setdefault(name, []).append(output)
+
+    for args, options in data:
+        with _listening(teachers, keep):
+            teacher(*args, **options)
+        batches.append((args, options))
+        if sum(x.shape[0] * x.shape[2] for x in next(iter(outputs.values()), [])) >= _SAMPLED:
+            break
+    for name in outputs:
+        mechanism = cast(Mechanism, getattr(held[name], MECHANISM))
+        if not isinstance(mechanism, ESP) or mechanism.slicer_kind != "axis":
+            continue
+        calls: list[Call] = []
+
+        def call(_: str, args: Any, masks: Any, __: Any, name: str = name) -> None:
+            query, key, value = args
+            if query.shape[2] == key.shape[2] and masks.get("query_mask") is None:
+                output = outputs[name][len(calls)]  # noqa: B023, called before the next module
+                calls.append(Call(query, key, value, output, masks.get("key_mask")))  # noqa: B023
+
+        for args, options in batches:
+            with _listening({name: held[name]}, call):
+                model(*args, **options)
+        if calls and fit_slices(held[name], mechanism, calls):
+            yield name
+
+
+@contextmanager
+def _listening(
+    modules: dict[str, nn.Module], hear: Callable[[str, Any, Any, Any], None]
+) -> Iterator[None]:
+    """Hear (name, arguments, options, output) of every call of the modules' mechanisms."""
+    handles = []
+    for name, module in modules.items():
+
+        def record(_module: Any, args: Any, options: Any, output: Any, name: str = name) -> None:
+            hear(name, args, options, output)
 
         mechanism = cast(Mechanism, getattr(module, MECHANISM))
-        handles.append(mechanism.register_forward_pre_hook(record, with_kwargs=True))
+        handles.append(mechanism.register_forward_hook(record, with_kwargs=True))
     try:
-        seen = 0
-        for args, options in data:
-            teacher(*args, **options)
-            seen = max(sum(q.shape[1] for q, _ in found) for found in samples.values())
-            if seen >= _SAMPLED:
-                break
+        yield
     finally:
         for handle in handles:
             handle.remove()
-    for name, found in samples.items():
-        mechanism = cast(Mechanism, getattr(held[name], MECHANISM))
-        axes = isinstance(mechanism, ESP) and mechanism.slicer_kind == "axis"
-        if axes and found:
-            query, key = (torch.cat(side, 1) for side in zip(*found, strict=True))
-            if align(held[name], cast(ESP, mechanism), query, key):
-                yield name
-
-
-def _tokens(x: Tensor, mask: Tensor | None) -> Tensor:
-    """``(heads, tokens, head_dim)`` of all sequences, without padding."""
-    x = x.transpose(0, 1)
-    return x.flatten(1, 2) if mask is None else x[:, mask]
 
 
 def _distil(
@@ -347,14 +368,28 @@ def _errors(model: nn.Module, teacher: nn.Module, batch: Any, blocks: list[str])
 
 
 def _error(found: Tensor, wanted: Tensor, mask: Tensor | None) -> Tensor:
-    wanted = wanted.float()
-    difference = (found.float() - wanted).square()
-    spread = (wanted - wanted.mean(tuple(range(wanted.dim() - 1)), keepdim=True)).square()
-    if mask is not None and wanted.dim() == 3:
-        mask = mask.mT if mask.shape == wanted.shape[1::-1] != wanted.shape[:2] else mask
-        if mask.shape == wanted.shape[:2]:
-            difference, spread = difference[mask], spread[mask]
-    return difference.sum() / spread.sum().clamp_min(torch.finfo(torch.float32).tiny)
+    """Error as a share of the variance: of tokens, and of the means of sequences, half each.
+
+    What all tokens of a sequence share is a small part of their variance, and all that a mean over
+    them, or a classifier on it, is made of.
+    """
+    found, wanted = found.float(), wanted.float()
+    if wanted.dim() != 3:
+        return _share(found, wanted)
+    if mask is not None and mask.shape == wanted.shape[1::-1] != wanted.shape[:2]:
+        found, wanted = found.transpose(0, 1), wanted.transpose(0, 1)
+    if mask is None or mask.shape != wanted.shape[:2]:
+        mask = torch.ones(wanted.shape[:2], dtype=torch.bool, device=wanted.device)
+    tokens = _share(found[mask], wanted[mask])
+    weight = mask.unsqueeze(-1) / mask.sum(1).clamp_min(1)[:, None, None]
+    means = [(x.masked_fill(~mask.unsqueeze(-1), 0) * weight).sum(1) for x in (found, wanted)]
+    return tokens if len(wanted) < 2 else (tokens + _share(*means)) / 2
+
+
+def _share(found: Tensor, wanted: Tensor) -> Tensor:
+    centre = wanted.mean(tuple(range(wanted.dim() - 1)), keepdim=True)
+    spread = (wanted - centre).square().sum().clamp_min(torch.finfo(torch.float32).tiny)
+    return (found - wanted).square().sum() / spread
 
 
 class _Record:

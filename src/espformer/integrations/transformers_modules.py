@@ -71,7 +71,9 @@ def is_cross(name: str, module: nn.Module) -> bool:
     """Classes used for both say whose part they are: the causal one of a decoder is the other."""
     in_decoder = getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True)
     named = any("cross" in part or part == "encoder_attn" for part in name.lower().split("."))
-    return named or "CrossAttention" in own_class(module).__name__ or bool(in_decoder)
+    # Segformer's keys are patches that were merged: other tokens than its queries.
+    merged = hasattr(module, "sequence_reduction")
+    return named or "CrossAttention" in own_class(module).__name__ or bool(in_decoder) or merged
 
 
 def first_of(holder: Any, *names: str) -> Any:
