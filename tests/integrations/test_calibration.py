@@ -110,6 +110,17 @@ def test_other_mechanisms_are_calibrated_too(mechanism):
         assert result.before < 1e-8
 
 
+def test_the_teacher_has_the_scale_of_the_original():
+    model = espformer.convert(make("bert"), ESP(scale=3.0))
+    weights = copy.deepcopy(model.state_dict())
+    espformer.convert(model, Softmax(scale=3.0))
+    result = espformer.calibrate(model, batches("bert"), steps=0, progress=False)
+    assert result.before > 1e-3
+    for name, weight in weights.items():
+        if "mechanism" not in name:
+            assert torch.equal(model.state_dict()[name], weight)
+
+
 def test_own_layers():
     torch.manual_seed(0)
     model = nn.Sequential(Attention(16, 2, Softmax()), Attention(16, 2, Softmax()))

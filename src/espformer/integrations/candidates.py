@@ -24,6 +24,8 @@ __all__ = [
 
 # Where a converted module keeps its mechanism: the prefix of its extra keys in a state dict.
 MECHANISM = "mechanism"
+# Where it keeps the factor that its own attention has on scores, None for the usual one.
+SCALE = "_espformer_scale"
 
 CAUSAL = "causal: a causal matrix whose rows and columns sum to one is the identity"
 ASSUMED_CAUSAL = f"{CAUSAL} (if it sees all tokens at once, pass causal=False)"

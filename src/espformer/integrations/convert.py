@@ -14,6 +14,7 @@ from espformer.integrations.candidates import (
     ASSUMED_CAUSAL,
     CROSS,
     MECHANISM,
+    SCALE,
     UNCLEAR,
     Candidate,
     bind,
@@ -111,6 +112,7 @@ def convert(
     for candidate, bound in plan:
         assert candidate.convert is not None
         candidate.convert(candidate, bound)
+        candidate.module.__dict__[SCALE] = candidate.scale
     torch_nn.prepare(model)
     for library in _libraries():
         if hasattr(library, "describe"):
