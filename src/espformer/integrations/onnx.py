@@ -95,6 +95,7 @@ def export_onnx(
     path = Path(path)
     onnx_program = torch.onnx.export(
         program,
+        output_names=_output_names(model, example_inputs),
         dynamo=True,
         verbose=False,
         custom_translation_table={torch.ops.aten.sort.stable: _stable_sort},
@@ -109,6 +110,21 @@ def export_onnx(
                 f"the example, more than {tolerance:.0e}"
             )
     return path
+
+
+def _output_names(model: nn.Module, example_inputs: Inputs) -> list[str]:
+    """What the model calls its outputs: the keys of a dictionary, else ``output`` with a number."""
+    arguments, named = call_arguments(example_inputs)
+    if getattr(getattr(model, "config", None), "return_dict", None) is False:
+        named = named | {"return_dict": True}  # a model of transformers that gives a tuple
+    with _for_export(model), torch.no_grad():
+        output = model(*arguments, **named)
+    parts = dict(output) if hasattr(output, "items") else {"output": output}
+    names = []
+    for key, value in parts.items():
+        leaves = [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, Tensor)]
+        names += [key] if len(leaves) == 1 else [f"{key}_{i}" for i in range(len(leaves))]
+    return names
 
 
 def _stable_sort(self: Any, stable: Any = None, dim: int = -1, descending: bool = False) -> Any:
