@@ -194,16 +194,18 @@ def first_converted(model: nn.Module) -> nn.Module:
     return next(m for m in model.modules() if isinstance(getattr(m, "mechanism", None), ESP))
 
 
+@pytest.mark.parametrize("slicer", ["axis", "frozen"])
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "timm"])
 @torch.no_grad()
-def test_axes_are_multiplied_into_the_projections(family):
+def test_axes_are_multiplied_into_the_projections(family, slicer):
     """Fitted, a mechanism gets uncorrelated numbers of one spread, and gives what is wanted."""
     model = make(family)
     if family == "timm-like":
         for block in model:
             block.attn.q_norm = block.attn.k_norm = nn.Identity()
-    espformer.convert(model, ESP(learn_slice_weights=True, learn_temperature=True))
-    module = first_converted(model)
+    count = None if slicer == "axis" else 3
+    mechanism = ESP(slicer=slicer, slices=count, learn_slice_weights=True, learn_temperature=True)
+    module = first_converted(espformer.convert(model, mechanism))
     calls = calls_of(family, model, module)
     wanted = torch.cat([call.tokens(call.output) for call in calls], 1)
     before = torch.cat([c.tokens(module.mechanism(*c[:3], key_mask=c.mask)) for c in calls], 1)
@@ -226,7 +228,9 @@ def test_a_head_that_sorting_explains_is_found():
     """Values that softmax moves along one direction of queries and keys: ESP finds direction."""
     torch.manual_seed(0)
     module = nn.MultiheadAttention(8, 1, batch_first=True)
-    model = espformer.convert(nn.ModuleList([module]), ESP(slices=2, learn_slice_weights=True))
+    espformer.convert(
+        nn.ModuleList([module]), ESP(slicer="axis", slices=2, learn_slice_weights=True)
+    )
     x = torch.randn(4, 40, 8)
     query = x @ module.in_proj_weight[:8].T
     key = x @ module.in_proj_weight[8:16].T
@@ -239,7 +243,6 @@ def test_a_head_that_sorting_explains_is_found():
     call = Call(*(y.unsqueeze(1) for y in (query, key, value, output)), None)
     assert fit_slices(module, module.mechanism, [call])
     assert module.mechanism.slice_logits[0, 0] > module.mechanism.slice_logits[0, 1] + 1
-    assert model is not None
 
 
 def test_norms_and_rotations_between_are_seen():

@@ -230,7 +230,7 @@ def _choose_slices(
     teacher: nn.Module,
     data: list[Any],
 ) -> Iterator[str]:
-    """Fit every module whose ESP sorts along axes to softmax in its place; their names.
+    """Fit every module that has ESP to softmax in its place; names of those that could be.
 
     One after the other, in the order in which they are called: each gets the tokens that those
     before it, which are fitted already, give it, and is fitted to what softmax gave in the
@@ -250,7 +250,7 @@ def _choose_slices(
             break
     for name in outputs:
         mechanism = cast(Mechanism, getattr(held[name], MECHANISM))
-        if not isinstance(mechanism, ESP) or mechanism.slicer_kind != "axis":
+        if not isinstance(mechanism, ESP):
             continue
         calls: list[Call] = []
 

@@ -120,7 +120,7 @@ def _output_names(model: nn.Module, example_inputs: Inputs) -> list[str]:
     with _for_export(model), torch.no_grad():
         output = model(*arguments, **named)
     parts = dict(output) if hasattr(output, "items") else {"output": output}
-    names = []
+    names: list[str] = []
     for key, value in parts.items():
         leaves = [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, Tensor)]
         names += [key] if len(leaves) == 1 else [f"{key}_{i}" for i in range(len(leaves))]

@@ -32,6 +32,8 @@ def settings_of(mechanism: Mechanism) -> dict[str, Any] | None:
         return None
     settings: dict[str, Any] = {"name": cls.__name__}
     for argument, parameter in inspect.signature(cls).parameters.items():
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            continue  # a short form of another one
         # The number that a temperature which is learnt began with stands among the options.
         option = isinstance(mechanism, ESP) and argument in OPTIONS
         holder: Any = mechanism.options if option else mechanism

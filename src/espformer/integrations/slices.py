@@ -141,9 +141,10 @@ def fit_slices(module: nn.Module, mechanism: ESP, calls: list[Call]) -> bool:
         calls: what softmax got and gave in its place, with the weights that it has.
     """
     projections = find_projections(module)
+    basis = _basis(mechanism)
     query = torch.cat([call.tokens(call.query) for call in calls], 1)
     key = torch.cat([call.tokens(call.key) for call in calls], 1)
-    if projections is None or not _plain(module, query, projections):
+    if projections is None or basis is None or not _plain(module, query, projections):
         return False
     heads, width = query.shape[0], query.shape[-1]
     query_map, key_map, query_mean, key_mean, values = singular_axes(query, key)
@@ -154,9 +155,11 @@ def fit_slices(module: nn.Module, mechanism: ESP, calls: list[Call]) -> bool:
         (projections.query, projections.query_bias, query_map, query_mean),
         (projections.key, projections.key_bias, key_map, key_mean),
     ):
-        _multiply(weight, bias, linear, -(linear @ mean.unsqueeze(-1)).squeeze(-1))
-    slices = mechanism.slicer() if mechanism.slicer is not None else None
-    count = width if slices is None else slices.shape[-2]
+        # Along the directions of the mechanism, which are orthonormal, stand the coordinates.
+        placed = basis.to(linear).mT @ linear
+        _multiply(weight, bias, placed, -(placed @ mean.unsqueeze(-1)).squeeze(-1))
+    directions = None if mechanism.slicer is None else mechanism.slicer()
+    count = width if directions is None else directions.shape[-2]
     turned = [
         call._replace(
             query=_apply(call.query, query_map, query_mean)[..., :count],
@@ -198,6 +201,23 @@ def fit_slices(module: nn.Module, mechanism: ESP, calls: list[Call]) -> bool:
             mechanism.sort_temperature = float(temperatures[0])
     _multiply(projections.value, projections.value_bias, linear.mT, offset)
     return True
+
+
+def _basis(mechanism: ESP) -> Tensor | None:
+    """An orthonormal basis that begins with the directions of a mechanism; None if they are not."""
+    assert mechanism.slicer is not None
+    assert mechanism.head_dim is not None
+    directions = mechanism.slicer()
+    if directions is None:
+        return torch.eye(mechanism.head_dim)
+    directions = directions.detach()
+    count = directions.shape[-2]
+    identity = torch.eye(count).to(directions)
+    if count > mechanism.head_dim or (directions @ directions.mT - identity).abs().max() > 1e-3:
+        return None
+    complete = torch.linalg.qr(directions.mT, mode="complete").Q.mT.clone()
+    complete[..., :count, :] = directions
+    return complete
 
 
 def _multiply(weight: Tensor, bias: Tensor | None, linear: Tensor, offset: Tensor) -> None:
