@@ -50,6 +50,7 @@ class Uniform(Mechanism):
 def mechanism_of(name: str, options: argparse.Namespace) -> Mechanism:
     made: dict[str, Any] = {
         "esp": lambda: ESP(
+            slicer="axis",
             slices=options.slices,
             sort_temperature=options.temperature,
             learn_temperature=True,

@@ -211,12 +211,20 @@ def _mechanism_of(module: nn.Module) -> tuple[Mechanism | None, bool, str]:
     made = module.__dict__.get("_espformer_made")
     if made is None or made[0] != settings:
         mechanism = mechanism_from_settings(settings)
-        if mechanism.extra_parameters(heads_of(module), first_of(module, *HEAD_DIM)):
+        heads, head_dim = heads_of(module), first_of(module, *HEAD_DIM)
+        if mechanism.extra_parameters(heads, head_dim):
             raise ValueError(
                 f"config.espformer = {settings} describes a mechanism with parameters, for which a "
                 "configuration makes no place: use espformer.convert(model, mechanism)"
             )
-        give_scale(mechanism, unusual_scale(scale_of(module), first_of(module, *HEAD_DIM)))
+        give_scale(mechanism, unusual_scale(scale_of(module), head_dim))
+        layer = getattr(module, "layer_idx", None) or 0
+        with torch.random.fork_rng(devices=[]):
+            # Directions that are drawn are not saved: every model must draw the same.
+            torch.manual_seed(layer)
+            mechanism = mechanism.bind(heads, head_dim, depth=layer)
+        weight = next(module.parameters(), None)
+        mechanism = mechanism if weight is None else mechanism.to(weight.device)
         made = module.__dict__["_espformer_made"] = (settings, mechanism)
     return made[1].train(module.training), cross, "sdpa"
 
