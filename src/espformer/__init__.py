@@ -9,6 +9,7 @@ from espformer.nn import anneal, harden, set_sort_temperature, set_straight_thro
 
 if TYPE_CHECKING:
     from espformer import integrations
+    from espformer.integrations.calibration import calibrate
     from espformer.integrations.convert import convert, revert
 
 __version__ = "0.1.0"
@@ -16,6 +17,7 @@ __version__ = "0.1.0"
 __all__ = [
     "__version__",
     "anneal",
+    "calibrate",
     "convert",
     "esp_attention",
     "esp_plan",
@@ -34,8 +36,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """``integrations``, its ``convert`` and ``revert``, imported when they are asked for."""
-    if name in ("convert", "integrations", "revert"):
+    """``integrations``, and what is used of it by itself, imported when they are asked for."""
+    if name in ("calibrate", "convert", "integrations", "revert"):
         module = importlib.import_module("espformer.integrations")
         return module if name == "integrations" else getattr(module, name)
     raise AttributeError(f"module 'espformer' has no attribute {name!r}")

@@ -109,7 +109,7 @@ def test_own_layers_change_their_mechanism_and_decoders_are_left():
     model = nn.ModuleDict({"a": Attention(8, 2, Sinkhorn()), "d": DecoderBlock(8, 2, mlp_dim=16)})
     x = torch.randn(2, 5, 8)
     before, sinkhorn = model["a"](x), model["a"].mechanism
-    espformer.convert(model, ESP(0.3), cross=True)
+    espformer.convert(model, ESP(sort_temperature=0.3), cross=True)
     report = conversion_report(model)
     assert report.converted == ["a"]
     assert report.left == ["d.self_attn", "d.cross_attn"]
@@ -131,7 +131,12 @@ def test_depth_reaches_the_mechanism():
     [
         ESP(),
         ESP(
-            0.3, inverse_temperature=0.0, metric="squared", hard=True, slicer="learnable", slices=3
+            sort_temperature=0.3,
+            inverse_temperature=0.0,
+            metric="squared",
+            hard=True,
+            slicer="learnable",
+            slices=3,
         ),
         Sinkhorn(5, scale=0.2),
         Softmax(dropout=0.1),

@@ -113,7 +113,7 @@ def test_state_dicts_keep_their_keys(family):
 def test_copies_and_pickles_are_converted(family):
     if family == "timm":
         pytest.skip("timm's own classes decide how they are pickled")
-    model = espformer.convert(make(family), ESP(0.3))
+    model = espformer.convert(make(family), ESP(sort_temperature=0.3))
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -144,7 +144,7 @@ def test_autocast_is_the_same_attention(family):
     """In 16 bits as in 32, training as evaluating; softmax is far from both."""
     model, mask = make(family), MASK if family in WITH_PADDING else None
     softmax = run(family, model, mask)
-    espformer.convert(model, ESP(0.3))
+    espformer.convert(model, ESP(sort_temperature=0.3))
     exact = run(family, model, mask)
     results = []
     for training in (True, False):
@@ -163,7 +163,9 @@ def test_autocast_is_the_same_attention(family):
 @pytest.mark.parametrize("family", WITH_PADDING)
 @pytest.mark.parametrize("options", [{}, {"straight_through": True}], ids=["soft", "straight"])
 def test_gradients_of_a_padded_batch_are_those_of_its_sequences(family, options):
-    model = espformer.convert(make(family), ESP(0.3, learn_temperature=True, **options), cross=True)
+    model = espformer.convert(
+        make(family), ESP(sort_temperature=0.3, learn_temperature=True, **options), cross=True
+    )
 
     def gradients(mask, rows=slice(None)):
         model.zero_grad()
@@ -189,7 +191,7 @@ def test_gradients_of_a_padded_batch_are_those_of_its_sequences(family, options)
 @torch.no_grad()
 def test_compiled_models_are_the_same(family, hard):
     model, mask = make(family), MASK if family in WITH_PADDING else None
-    espformer.convert(model, ESP(0.3, hard=hard))
+    espformer.convert(model, ESP(sort_temperature=0.3, hard=hard))
     expected = run(family, model, mask)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")

@@ -6,7 +6,7 @@ from torch import nn
 
 import espformer
 from espformer.nn import ESP, Attention
-from tests.integrations.families import make
+from tests.integrations.families import MASK, make
 
 SIZES = [(1, 7), (2, 12), (5, 3), (3, 40), (1, 1)]
 
@@ -130,3 +130,21 @@ def test_a_file_that_differs_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(onnx, "export_program", lambda *_args, **_options: program)
     with pytest.raises(ValueError, match="away from the model's"):
         onnx.export_onnx(torch_model, torch.randn(2, 4), tmp_path / "model.onnx")
+
+
+@torch.no_grad()
+def test_outputs_have_the_names_of_the_model(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    export_onnx = pytest.importorskip("espformer.integrations.onnx").export_onnx
+    model = espformer.convert(make("bert"), ESP(hard=True))
+    inputs = {"input_ids": torch.randint(3, 50, (2, 7)), "attention_mask": MASK[:2].long()}
+    names = {}
+    for return_dict in (True, False):
+        model.config.return_dict = return_dict
+        path = export_onnx(model, inputs, tmp_path / f"{return_dict}.onnx")
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        names[return_dict] = [output.name for output in session.get_outputs()]
+    assert names[True] == names[False] == ["last_hidden_state", "pooler_output"]
+    path = export_onnx(Model(ESP(hard=True)), tokens(2, 7), tmp_path / "own.onnx")
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    assert [output.name for output in session.get_outputs()] == ["output"]

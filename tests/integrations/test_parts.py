@@ -37,7 +37,7 @@ def test_parts_are_saved_and_loaded(order, tmp_path):
     model = make("bart")
     if order == "whole-first":
         espformer.convert(model, Sinkhorn(7), cross=True)
-    espformer.convert(model.encoder, ESP(0.2, learn_temperature=True))
+    espformer.convert(model.encoder, ESP(sort_temperature=0.2, learn_temperature=True))
     espformer.convert(model.decoder, Sinkhorn(4), cross=True, where="*encoder_attn")
     for layer in model.encoder.layers:
         layer.self_attn.mechanism.log_sort_temperature.normal_(-1.0)
@@ -69,7 +69,7 @@ def test_what_was_reverted_is_not_saved(tmp_path):
 @torch.no_grad()
 def test_an_encoder_alone_is_loaded_into_itself_only(tmp_path):
     model = make("bart")
-    espformer.convert(model.encoder, ESP(0.3))
+    espformer.convert(model.encoder, ESP(sort_temperature=0.3))
     model.encoder.save_pretrained(tmp_path)
     ids = torch.randint(3, 50, (2, 6))
     kind = type(model.encoder)

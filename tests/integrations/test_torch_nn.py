@@ -26,7 +26,7 @@ def test_softmax_is_multihead_attention(batch_first, bias, widths, averaged):
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     options = {"key_padding_mask": ~MASK, "average_attn_weights": averaged}
     output, weights = module(query, key, value, **options)
-    espformer.convert(module, Softmax())
+    espformer.convert(module, Softmax(), cross=True)
     assert module.training is False
     found, matrix = module(query, key, value, **options)
     torch.testing.assert_close(found, output, atol=1e-6, rtol=1e-5)

@@ -116,7 +116,7 @@ def test_output_attentions_is_the_real_matrix(family):
 def test_by_configuration_alone(family):
     """``attn_implementation="espformer"`` is what convert makes, without mechanisms to hold."""
     mask = None if family in ("vit", "deit") else MASK
-    expected = run(family, espformer.convert(make(family), ESP(0.3)), mask)
+    expected = run(family, espformer.convert(make(family), ESP(sort_temperature=0.3)), mask)
     model = make(family)
     model.config.espformer = {"name": "ESP", "sort_temperature": 0.3}
     model.set_attn_implementation("espformer")
@@ -191,7 +191,7 @@ def test_position_biases_are_left():
 @torch.no_grad()
 def test_saved_and_loaded(family, tmp_path):
     mask = None if family in IMAGE else MASK
-    mechanism = ESP(0.2, learn_temperature=True, slicer="learnable", slices=3)
+    mechanism = ESP(sort_temperature=0.2, learn_temperature=True, slicer="learnable", slices=3)
     model = espformer.convert(make(family), mechanism, where="*layer*.0*")
     for name, parameter in model.named_parameters():
         if "mechanism" in name:
@@ -222,7 +222,7 @@ def test_saved_and_loaded(family, tmp_path):
 @torch.no_grad()
 def test_layers_with_different_mechanisms_are_loaded(tmp_path):
     model = espformer.convert(make("bert"), Sinkhorn(5), where="*.layer.0")
-    espformer.convert(model, ESP(0.3), where="*.layer.1")
+    espformer.convert(model, ESP(sort_temperature=0.3), where="*.layer.1")
     model.save_pretrained(tmp_path)
     loaded = integration.load_pretrained(transformers.AutoModel, str(tmp_path)).eval()
     assert torch.equal(run("bert", loaded, MASK), run("bert", model, MASK))

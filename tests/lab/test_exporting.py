@@ -186,3 +186,55 @@ def test_mistakes_are_told(digits, hugging_face, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli.main()
     assert "there is no such checkpoint" in capsys.readouterr().err
+
+
+def test_an_encoder_without_a_pooler_gets_none(tmp_path):
+    """A pooler that was never trained would be made anew, with random weights."""
+    transformers = pytest.importorskip("transformers")
+    config = make("bert").config
+    model = transformers.BertModel(config, add_pooling_layer=False).eval()
+    espformer.convert(model, ESP(hard=True)).save_pretrained(tmp_path / "encoder")
+    source = open_model(tmp_path / "encoder")
+    assert source.model.pooler is None
+    inputs = source.example(2, 6)
+    with torch.no_grad():
+        found, wanted = source.model(**inputs), model(**inputs)[0]
+    assert len(found) == 1
+    torch.testing.assert_close(found[0], wanted)
+    classifier = transformers.BertForSequenceClassification(config)
+    model.save_pretrained(tmp_path / "other")
+    file = tmp_path / "other" / "config.json"
+    text = file.read_text("utf-8").replace("BertModel", type(classifier).__name__)
+    file.write_text(text, "utf-8")
+    with pytest.raises(RunError, match="would be random"):
+        open_model(tmp_path / "other")
+
+
+@pytest.mark.parametrize("family", ["bart", "marian"])
+def test_the_encoder_of_a_translator_is_exported(family, tmp_path):
+    """As the refusal of the whole advises."""
+    pytest.importorskip("transformers")
+    model = espformer.convert(make(family), ESP(hard=True))
+    model.save_pretrained(tmp_path / "whole")
+    with pytest.raises(RunError, match="get_encoder"):
+        open_model(tmp_path / "whole")
+    model.get_encoder().save_pretrained(tmp_path / "encoder")
+    source = open_model(tmp_path / "encoder")
+    inputs = source.example(2, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            source.model(**inputs)[0], model.get_encoder()(**inputs)[0], atol=1e-6, rtol=1e-5
+        )
+
+
+def test_the_tower_of_a_composite_model_is_exported(tmp_path):
+    """CLIP's classifier of images: what was converted stands in a part of its configuration."""
+    pytest.importorskip("transformers")
+    from tests.integrations.test_dead_ends import IMAGES, clip_classifier
+
+    model = espformer.convert(clip_classifier().eval(), ESP(hard=True))
+    model.save_pretrained(tmp_path)
+    source = open_model(tmp_path)
+    assert source.image == (3, 16, 16)
+    with torch.no_grad():
+        assert torch.equal(source.model(IMAGES)[0], model(IMAGES)[0])

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor, nn
 
 from espformer.nn import Differential, Mechanism
@@ -12,19 +13,36 @@ __all__ = [
     "ASSUMED_CAUSAL",
     "CAUSAL",
     "CROSS",
+    "NOT_SELF",
     "Candidate",
     "Converted",
     "bind",
+    "present_tokens",
     "restore_class",
     "swap_class",
 ]
 
 # Where a converted module keeps its mechanism: the prefix of its extra keys in a state dict.
 MECHANISM = "mechanism"
+# Where it keeps the factor that its own attention has on scores, None for the usual one.
+SCALE = "_espformer_scale"
 
 CAUSAL = "causal: a causal matrix whose rows and columns sum to one is the identity"
 ASSUMED_CAUSAL = f"{CAUSAL} (if it sees all tokens at once, pass causal=False)"
 CROSS = "cross-attention (pass cross=True to convert it too)"
+UNCLEAR = (
+    "its queries and keys are not seen to be the same tokens (pass cross=True to convert it, or "
+    "cross=False if they are)"
+)
+NOT_SELF = (
+    "was converted as self-attention and is called with other tokens as keys than as queries: "
+    "convert it with cross=True, or leave it out with convert(..., where=...)"
+)
+
+# What is added to the score of a padded token: -inf, the least number of a dtype, -1e9, or BERT's
+# -10,000. Anything closer to zero leaves a share of attention, so it is a bias.
+_PADDING = -1e4
+_SEEN = "_espformer_seen"
 
 
 @dataclass
@@ -36,7 +54,9 @@ class Candidate:
         module: the module.
         heads: number of heads, None if unknown.
         head_dim: width of a head.
-        cross: whether queries and keys come from different tokens.
+        cross: whether queries and keys come from different tokens; None where only a call shows.
+        unclear: whether it is called with two expressions, which may or may not be the same tokens.
+        given: what `cross` the user gave to convert.
         refusal: why it cannot be converted, None if it can.
         scale: the factor on the scores, None if it is ``head_dim ** -0.5``.
         convert: puts a bound mechanism in place.
@@ -46,7 +66,9 @@ class Candidate:
     module: nn.Module
     heads: int | None = None
     head_dim: int = 0
-    cross: bool = False
+    cross: bool | None = False
+    unclear: bool = False
+    given: bool | None = None
     refusal: str | None = None
     scale: float | None = None
     convert: Callable[["Candidate", Mechanism], None] | None = None
@@ -85,6 +107,29 @@ def unusual_scale(scale: float | None, head_dim: int) -> float | None:
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """``(batch, tokens, width)`` to ``(batch, heads, tokens, head_dim)``."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def present_tokens(who: str, name: str, mask: Tensor) -> Tensor:
+    """A mask that is added to scores as True = takes part: zero, or so low that nothing is left.
+
+    Numbers in between are a bias, which is refused. On a GPU the look at them has to be waited for,
+    so a mask is looked at once, however many layers it is given to.
+    """
+    present = mask == 0
+    if torch.compiler.is_compiling():
+        return present
+    version = 0 if mask.is_inference() else mask._version
+    looked_at = getattr(mask, _SEEN, None) != version
+    if mask.is_cuda:
+        looked_at = looked_at and not torch.cuda.is_current_stream_capturing()
+    if looked_at:
+        if not bool((present | (mask <= _PADDING)).all()):
+            raise ValueError(
+                f"{who}: {name} holds numbers other than 0 and -inf (or below {_PADDING:g}); only "
+                "padding can be masked, nothing can be added to scores that do not exist"
+            )
+        setattr(mask, _SEEN, version)
+    return present
 
 
 class Converted:

@@ -9,7 +9,16 @@ from types import ModuleType
 from torch import nn
 
 from espformer.integrations import native, timm, torch_nn
-from espformer.integrations.candidates import ASSUMED_CAUSAL, CROSS, MECHANISM, Candidate, bind
+from espformer.integrations.calibration import restore_weights
+from espformer.integrations.candidates import (
+    ASSUMED_CAUSAL,
+    CROSS,
+    MECHANISM,
+    SCALE,
+    UNCLEAR,
+    Candidate,
+    bind,
+)
 from espformer.integrations.report import ATTRIBUTE, ConversionReport, ConversionRow
 from espformer.nn import Mechanism, Slicer
 
@@ -23,7 +32,7 @@ def convert(
     mechanism: Mechanism,
     *,
     where: Where | None = None,
-    cross: bool = False,
+    cross: bool | None = None,
     causal: bool = True,
 ) -> nn.Module:
     """Replace what the attention modules of a model compute, in place; their weights are kept.
@@ -46,9 +55,11 @@ def convert(
         where: which modules. A string is a shell pattern for the name of a module, or of one that
             holds it: ``"encoder.layer.[0-5]"`` is all attention in those six layers. A compiled
             regular expression is searched in the name. A function takes (name, module).
-        cross: convert cross-attention too. In a decoder that writes word by word a
+        cross: True converts cross-attention too. In a decoder that writes word by word a
             doubly-stochastic cross-attention would let a word see later ones: what one query takes,
-            the others lack.
+            the others lack. Where only the call of a module shows whether queries and keys are the
+            same tokens, equal tensors are self-attention; others are cross-attention with True,
+            self-attention with False, and an error by default where it makes a difference.
         causal: whether self-attention in an ``nn.TransformerDecoderLayer``, which only sees at the
             call whether its mask is causal, is taken to be. False converts it too, for decoders
             that see all their queries at once, as in DETR; a causal mask is then an error.
@@ -82,7 +93,10 @@ def convert(
             reason = "not chosen by where" + _already(candidate)
         elif reason is None and candidate.cross and not cross:
             reason = CROSS
+        elif reason is None and candidate.unclear and cross is None:
+            reason = UNCLEAR
         if reason is None:
+            candidate.given = cross
             plan.append((candidate, bind(candidate, mechanism, depth)))
         action = "converted" if reason is None else "left"
         reason = type(mechanism).__name__ if reason is None else reason
@@ -98,6 +112,7 @@ def convert(
     for candidate, bound in plan:
         assert candidate.convert is not None
         candidate.convert(candidate, bound)
+        candidate.module.__dict__[SCALE] = candidate.scale
     torch_nn.prepare(model)
     for library in _libraries():
         if hasattr(library, "describe"):
@@ -109,7 +124,8 @@ def convert(
 def revert(model: nn.Module) -> nn.Module:
     """Undo :func:`convert`: every attention module computes again what it computed before.
 
-    Weights stay as they are, trained since or not; what the mechanism had learnt is lost.
+    Weights stay as they are, trained since or not; those that :func:`espformer.calibrate` changed
+    are again what they were before. What the mechanism had learnt is lost.
 
     Raises:
         ValueError: nothing in this model was converted.
@@ -120,6 +136,7 @@ def revert(model: nn.Module) -> nn.Module:
     ]
     if not reverted:
         raise ValueError(f"revert: no module of this {type(model).__name__} was converted")
+    restore_weights(model)
     for library in libraries:
         if hasattr(library, "finish"):
             library.finish(model)

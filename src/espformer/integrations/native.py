@@ -5,9 +5,9 @@ from torch import nn
 from espformer.integrations.candidates import Candidate
 from espformer.nn import Attention, Mechanism
 
-__all__ = ["find", "revert"]
+__all__ = ["ORIGINAL", "find", "revert"]
 
-_ORIGINAL = "_espformer_original"
+ORIGINAL = "_espformer_original"
 
 
 def find(name: str, module: nn.Module, parent: nn.Module | None) -> Candidate | None:
@@ -30,13 +30,13 @@ def _convert(candidate: Candidate, mechanism: Mechanism) -> None:
     module = candidate.module
     assert isinstance(module, Attention)
     # Past nn.Module's bookkeeping: the one that waits is no part of the model.
-    module.__dict__.setdefault(_ORIGINAL, module.mechanism)
+    module.__dict__.setdefault(ORIGINAL, module.mechanism)
     module.mechanism = mechanism
 
 
 def revert(module: nn.Module) -> bool:
     """Put the original mechanism back; False if it is there already."""
-    original = module.__dict__.pop(_ORIGINAL, None)
+    original = module.__dict__.pop(ORIGINAL, None)
     if original is None:
         return False
     assert isinstance(module, Attention)

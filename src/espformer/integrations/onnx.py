@@ -8,18 +8,17 @@ before they are shipped, or keep the sequences short.
 import contextlib
 import importlib.util
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from espformer.integrations.inputs import Inputs, call_arguments
 from espformer.nn import ESP
 
 __all__ = ["export_onnx", "export_program", "onnx_difference"]
-
-Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
 
 def export_program(
@@ -42,7 +41,7 @@ def export_program(
         dynamic_shapes: says which sizes vary, in the form of ``torch.export.export``, instead of
             the two above.
     """
-    arguments, named = _arguments(example_inputs)
+    arguments, named = call_arguments(example_inputs)
     if dynamic_shapes is None:
         names = inspect.signature(model.forward).parameters
         inputs = dict(zip(names, arguments, strict=False)) | named
@@ -96,6 +95,7 @@ def export_onnx(
     path = Path(path)
     onnx_program = torch.onnx.export(
         program,
+        output_names=_output_names(model, example_inputs),
         dynamo=True,
         verbose=False,
         custom_translation_table={torch.ops.aten.sort.stable: _stable_sort},
@@ -110,6 +110,21 @@ def export_onnx(
                 f"the example, more than {tolerance:.0e}"
             )
     return path
+
+
+def _output_names(model: nn.Module, example_inputs: Inputs) -> list[str]:
+    """What the model calls its outputs: the keys of a dictionary, else ``output`` with a number."""
+    arguments, named = call_arguments(example_inputs)
+    if getattr(getattr(model, "config", None), "return_dict", None) is False:
+        named = named | {"return_dict": True}  # a model of transformers that gives a tuple
+    with _for_export(model), torch.no_grad():
+        output = model(*arguments, **named)
+    parts = dict(output) if hasattr(output, "items") else {"output": output}
+    names: list[str] = []
+    for key, value in parts.items():
+        leaves = [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, Tensor)]
+        names += [key] if len(leaves) == 1 else [f"{key}_{i}" for i in range(len(leaves))]
+    return names
 
 
 def _stable_sort(self: Any, stable: Any = None, dim: int = -1, descending: bool = False) -> Any:
@@ -138,14 +153,6 @@ def _for_export(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _arguments(example_inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, Tensor):
-        return (example_inputs,), {}
-    return tuple(example_inputs), {}
-
-
 def _sizes(name: str, x: Any, batch: bool, length: bool) -> dict[int, Any] | None:
     if not isinstance(x, Tensor):
         return None
@@ -167,7 +174,7 @@ def onnx_difference(model: nn.Module, inputs: Inputs, path: str | Path) -> float
     """
     import onnxruntime
 
-    arguments, named = _arguments(inputs)
+    arguments, named = call_arguments(inputs)
     with _for_export(model), torch.no_grad():
         expected = torch.utils._pytree.tree_leaves(model(*arguments, **named))
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])

@@ -14,7 +14,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from espformer.integrations.candidates import MECHANISM
 from espformer.integrations.convert import convert
 from espformer.integrations.settings import mechanism_from_settings
-from espformer.integrations.transformers import NAME
+from espformer.integrations.transformers_places import NAME
 from espformer.nn import Mechanism
 
 __all__ = ["load_pretrained"]
@@ -36,24 +36,23 @@ def load_pretrained(
     """
     with _quiet_about_mechanisms():
         model = model_class.from_pretrained(folder, **options)
-    modules = (getattr(model.config, NAME, None) or {}).get("modules")
-    if modules is None:
+    entries = _take_entries(model)
+    if not entries:
         raise ValueError(f"load_pretrained: {folder} does not hold a converted model")
-    if mechanism is None and any(None in part.values() for part in modules.values()):
+    found = _found(model, entries)
+    if mechanism is None and any(settings is None for settings, _ in found.values()):
         raise ValueError(
             "load_pretrained: the configuration cannot describe the mechanism of this model; pass "
             "mechanism="
         )
-    delattr(model.config, NAME)
-    found = _found(model, modules)
-    for settings in _different(found.values()):
-        chosen = {name for name, other in found.items() if other == settings}
+    for settings, cross in _different(found.values()):
+        chosen = {name for name, other in found.items() if other == (settings, cross)}
         made = mechanism_from_settings(settings or {}) if mechanism is None else mechanism
         convert(
             model,
             made,
             where=lambda name, _, chosen=chosen: name in chosen,
-            cross=True,
+            cross=cross,
             causal=False,
         )
 
@@ -99,26 +98,49 @@ def _quiet_about_mechanisms() -> Iterator[None]:
         logger.removeFilter(without)
 
 
-def _found(model: nn.Module, modules: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Names in this model, and settings, of the modules that were converted in the saved one."""
+def _take_entries(model: nn.Module) -> list[tuple[Any, dict[str, Any]]]:
+    """Configurations of the model and of its parts that tell of a conversion; what they tell.
+
+    The entry of CLIP's tower of images lies in the configuration of that tower.
+    """
+    entries: list[tuple[Any, dict[str, Any]]] = []
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        entry = getattr(config, NAME, None)
+        if isinstance(entry, dict) and "modules" in entry:
+            delattr(config, NAME)
+            entries.append((config, entry))
+    return entries
+
+
+def _found(
+    model: nn.Module, entries: list[tuple[Any, dict[str, Any]]]
+) -> dict[str, tuple[Any, bool | None]]:
+    """Modules that were converted in the saved model, by name: settings, and what `cross` was."""
     found = {}
-    every = [name for name, _ in model.named_modules()]
-    for root, converted in modules.items():
-        roots = [name for name, module in model.named_modules() if type(module).__name__ == root]
-        for name, settings in converted.items():
-            if len(roots) == 1:
-                there = [f"{roots[0]}.{name}" if roots[0] else name]
-            else:
-                # Saved with another head: names begin differently.
-                there = [other for other in every if _same(name, other)]
-            there = [other for other in there if other in every]
-            if len(there) != 1:
-                raise ValueError(
-                    f"load_pretrained: {name} of the {root} that was converted "
-                    f"{'is not' if not there else 'could be several modules'} in this "
-                    f"{type(model).__name__}; load it as {root}"
-                )
-            found[there[0]] = settings
+    modules = dict(model.named_modules())
+    for config, entry in entries:
+        for root, converted in entry["modules"].items():
+            roots = [
+                name
+                for name, module in modules.items()
+                if type(module).__name__ == root and getattr(module, "config", None) is config
+            ]
+            for name, settings in converted.items():
+                if len(roots) == 1:
+                    there = [f"{roots[0]}.{name}" if roots[0] else name]
+                else:
+                    # Saved with another head: names begin differently.
+                    there = [other for other in modules if _same(name, other)]
+                there = [other for other in there if other in modules]
+                if len(there) != 1:
+                    raise ValueError(
+                        f"load_pretrained: {name} of the {root} that was converted "
+                        f"{'is not' if not there else 'could be several modules'} in this "
+                        f"{type(model).__name__}; load it as {root}"
+                    )
+                cross = entry.get("cross", {}).get(root, {}).get(name)
+                found[there[0]] = (settings, cross)
     return found
 
 

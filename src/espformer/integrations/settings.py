@@ -3,11 +3,14 @@
 import inspect
 from typing import Any
 
-from espformer.nn import MECHANISMS, Mechanism
+from espformer.nn import ESP, MECHANISMS, Mechanism
+from espformer.ops.esp.options import OPTIONS
 
 __all__ = ["mechanism_from_settings", "settings_of"]
 
 _CLASSES = {cls.__name__: cls for cls in MECHANISMS.values()}
+# Named even where they are the defaults, which have changed once.
+_ALWAYS = ("sort_temperature", "inverse_temperature", "temperature_unit")
 # Arguments that a mechanism keeps under another name.
 _KEPT_AS = {"slicer": "slicer_kind", "lambda_init": "lambda_schedule"}
 
@@ -15,26 +18,33 @@ _KEPT_AS = {"slicer": "slicer_kind", "lambda_init": "lambda_schedule"}
 def settings_of(mechanism: Mechanism) -> dict[str, Any] | None:
     """The arguments that make this mechanism again, or None if a dictionary cannot hold them.
 
-    Only what differs from the defaults is named.
+    Only what differs from the defaults is named, and the temperatures of ESP always.
 
     Example:
-        >>> from espformer.nn import ESP
-        >>> settings_of(ESP(sort_temperature=0.4, hard=True))
-        {'name': 'ESP', 'sort_temperature': 0.4, 'hard': True}
+        >>> from espformer.nn import Sinkhorn
+        >>> settings_of(Sinkhorn(iterations=5))
+        {'name': 'Sinkhorn', 'iterations': 5}
+        >>> settings_of(ESP(sort_temperature=0.4, hard=True))["sort_temperature"]
+        0.4
     """
     cls = type(mechanism)
     if _CLASSES.get(cls.__name__) is not cls:
         return None
     settings: dict[str, Any] = {"name": cls.__name__}
     for argument, parameter in inspect.signature(cls).parameters.items():
-        value = getattr(mechanism, _KEPT_AS.get(argument, argument))
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            continue  # a short form of another one
+        # The number that a temperature which is learnt began with stands among the options.
+        option = isinstance(mechanism, ESP) and argument in OPTIONS
+        holder: Any = mechanism.options if option else mechanism
+        value = getattr(holder, _KEPT_AS.get(argument, argument))
         if isinstance(value, Mechanism):
             value = settings_of(value)
             if value is None:
                 return None
         elif argument == "slicer" and value == "given":
             return None
-        if value != parameter.default:
+        if value != parameter.default or (cls is ESP and argument in _ALWAYS):
             settings[argument] = value
     return settings
 

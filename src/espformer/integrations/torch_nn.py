@@ -7,7 +7,10 @@ that its projections are not of the form which that kernel takes, so no layer ar
 that path, and the encoder's nested tensors are switched off.
 """
 
-from typing import cast
+import ast
+import inspect
+import textwrap
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +19,10 @@ from torch import Tensor, nn
 from espformer.integrations.candidates import (
     ASSUMED_CAUSAL,
     CAUSAL,
+    NOT_SELF,
     Candidate,
     Converted,
+    present_tokens,
     restore_class,
     split_heads,
     swap_class,
@@ -48,14 +53,58 @@ def find(name: str, module: nn.Module, parent: nn.Module | None) -> Candidate | 
         if parent.self_attn is module:
             candidate.refusal = ASSUMED_CAUSAL
         candidate.cross = parent.multihead_attn is module
-    else:
-        candidate.cross = name.rpartition(".")[2] in _CROSS_NAMES
+    elif not isinstance(parent, nn.TransformerEncoderLayer):
+        candidate.cross, candidate.unclear = _is_cross(name.rpartition(".")[2], module, parent)
     return candidate
+
+
+def _is_cross(
+    name: str, module: nn.MultiheadAttention, parent: nn.Module | None
+) -> tuple[bool | None, bool]:
+    """Whether it is cross-attention (None: a call will show), and whether that is left open.
+
+    Known by the width of its keys, by its name, or by how the parent calls it: with one expression
+    as query and key, or with two.
+    """
+    if module.kdim != module.embed_dim or name in _CROSS_NAMES:
+        return True, False
+    same = _called_with_one(type(parent).forward, name) if parent is not None else None
+    if same or "self" in name.split("_"):
+        return False, False
+    return None, same is False
+
+
+def _called_with_one(forward: object, name: str) -> bool | None:
+    """Whether ``self.<name>(query, key, ...)`` has one expression twice; None if not found."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cast(Any, forward)))))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    meanings: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    meanings[target.id] = ast.dump(node.value)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{name}":
+            given = dict(zip(("query", "key"), node.args, strict=False))
+            given |= {k.arg: k.value for k in node.keywords if k.arg in ("query", "key")}
+            if len(given) == 2:
+                found.append(_meaning(given["query"], meanings) == _meaning(given["key"], meanings))
+    return all(found) if found else None
+
+
+def _meaning(node: ast.expr, meanings: dict[str, str]) -> str:
+    """The expression, or the one that its name stands for: ``q = k = x + positions``."""
+    shown = ast.dump(node)
+    return meanings.get(node.id, shown) if isinstance(node, ast.Name) else shown
 
 
 def _convert(candidate: Candidate, mechanism: Mechanism) -> None:
     swap_class(candidate.module, _MultiheadAttention, mechanism)
-    candidate.module.__dict__[_CROSS] = candidate.cross
+    candidate.module.__dict__[_CROSS] = (candidate.cross, candidate.given)
 
 
 def prepare(model: nn.Module) -> None:
@@ -111,8 +160,9 @@ class _MultiheadAttention(Converted):
                 "key_padding_mask (convert the whole nn.TransformerEncoder rather than one of its "
                 "layers: then it makes no nested tensors)"
             )
-        # Queries and keys of self-attention may be different objects: copies, views, other dtypes.
-        cross, shared = module.__dict__.get(_CROSS, False), query is key
+        shared = query is key
+        masked = key_padding_mask is not None or attn_mask is not None
+        cross = _cross_in_call(module, query, key, masked=masked)
         batched = query.dim() == 3
         if not batched:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
@@ -141,6 +191,36 @@ class _MultiheadAttention(Converted):
         weights = mechanism.matrix(q, k, query_mask=query_mask, key_mask=key_mask)
         weights = weights.mean(1) if average_attn_weights else weights
         return output, weights if batched else weights.squeeze(0)
+
+
+def _cross_in_call(
+    module: nn.MultiheadAttention, query: Tensor, key: Tensor, *, masked: bool
+) -> bool:
+    """Whether this call is cross-attention, whose queries do not share the padding of its keys.
+
+    Queries and keys of self-attention may be different objects, copies or views, with the same
+    numbers; never are they known by their lengths.
+    """
+    cross, given = module.__dict__.get(_CROSS, (None, None))
+    if cross or query is key:
+        return bool(cross)
+    length = 0 if query.dim() == 2 or not module.batch_first else 1
+    if query.shape[length] != key.shape[length]:
+        if not given:
+            raise ValueError(f"converted MultiheadAttention: {NOT_SELF}")
+        return True
+    if cross is False or not masked:
+        return False  # without padding it makes no difference
+    if not torch.compiler.is_compiling() and torch.equal(query, key):
+        return False
+    if given is None:
+        raise ValueError(
+            "converted MultiheadAttention: queries and keys are different tensors of one length, "
+            "and keys are padded; whether the queries are padded too is not known. Say it with "
+            "convert(..., cross=True) (cross-attention: all queries take part) or cross=False "
+            "(self-attention: they share the padding)"
+        )
+    return bool(given)
 
 
 def _project(
@@ -192,13 +272,4 @@ def _present(name: str, mask: Tensor) -> Tensor:
     """A mask of torch.nn, boolean or added to the scores, as True = takes part."""
     if mask.dtype == torch.bool:
         return ~mask
-    present = mask == 0
-    # Padding is not looked at on a GPU, which would have to be waited for; pairs are anyway.
-    looked_at = mask.device.type == "cpu" or name == "attn_mask"
-    looked_at = looked_at and not torch.compiler.is_compiling()
-    if looked_at and not bool((present | (mask == -torch.inf)).all()):
-        raise ValueError(
-            f"converted MultiheadAttention: {name} holds numbers other than 0 and -inf; only "
-            "padding can be masked, nothing can be added to scores that do not exist"
-        )
-    return present
+    return present_tokens("converted MultiheadAttention", name, mask)

@@ -18,9 +18,8 @@ in :func:`espformer.convert`. Causal self-attention of an encoder-decoder model 
 model that is causal throughout is refused.
 """
 
-import inspect
+import functools
 import sys
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -32,217 +31,96 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from espformer.integrations.candidates import (
     CAUSAL,
     MECHANISM,
+    NOT_SELF,
     Candidate,
     give_scale,
+    present_tokens,
+    swap_class,
     unusual_scale,
 )
-from espformer.integrations.settings import mechanism_from_settings, settings_of
+from espformer.integrations.settings import mechanism_from_settings
+from espformer.integrations.transformers_modules import (
+    BIASED,
+    HEAD_DIM,
+    PAIRS,
+    class_name,
+    first_of,
+    heads_of,
+    is_cross,
+    names_in_forward,
+    own_class,
+    refusal_of,
+    scale_of,
+    uses_registry,
+)
+from espformer.integrations.transformers_places import (
+    NAME,
+    PLACE,
+    Entry,
+    RegistryAttention,
+    describe,
+    finish,
+    revert,
+)
 from espformer.nn import Mechanism
 
-__all__ = ["attention", "find", "padding_mask", "revert"]
+try:  # what transformers records of a forward; private, so it may be elsewhere one day
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:
+    _active_collector = None
 
-NAME = "espformer"
-_PLACE = "_espformer_place"
-_CROSS_NAMES = {"crossattention", "cross_attn", "encoder_attn", "cross_attention"}
-_HEADS = ("num_attention_heads", "num_heads", "n_heads")
-_HEAD_DIM = ("head_dim", "attention_head_size")
+__all__ = ["attention", "describe", "find", "finish", "padding_mask", "revert", "review"]
 
-
-@dataclass
-class _Place:
-    """What a module is in a model of which something was converted.
-
-    Attributes:
-        base: the attention function that the model had.
-        cross: whether it is cross-attention.
-        converted: whether it has a mechanism.
-        settings: of the mechanism, None if a dictionary cannot hold them.
-        root: class of the model that it was converted in.
-        name: its name there.
-    """
-
-    base: str
-    cross: bool
-    converted: bool = False
-    settings: dict[str, Any] | None = None
-    root: str = ""
-    name: str = ""
-
-
-class _Entry(dict[str, Any]):
-    """The entry of a configuration while its model lives; saved and loaded, it is a dictionary.
-
-    It says which modules of which classes of models have which mechanism. ``places`` are all
-    modules that were looked at, ``before`` is the entry that was there.
-    """
-
-    def __init__(self, base: str, before: dict[str, Any] | None) -> None:
-        super().__init__(base=base, modules={})
-        self.places: list[_Place] = []
-        self.before = before
-
-    def refresh(self) -> bool:
-        """Write down what is converted; False if nothing is."""
-        modules: dict[str, dict[str, Any]] = {}
-        for place in self.places:
-            if place.converted:
-                modules.setdefault(place.root, {})[place.name] = place.settings
-        self["modules"] = modules
-        return bool(modules)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Entry, (self["base"], self.before), self.__dict__, None, iter(self.items())
+_MASK_MAKERS = {"create_causal_mask", "create_bidirectional_mask"}
+# What Pixtral and Grounding DINO call to mask pairs.
+_PAIR_MASK_MAKERS = {
+    "generate_block_attention_mask",
+    "generate_masks_with_special_tokens_and_transfer_map",
+}
 
 
 def find(name: str, module: nn.Module, parent: nn.Module | None) -> Candidate | None:
     """The module as a candidate, if it computes its attention through the registry."""
-    if not _uses_registry(module):
+    if not uses_registry(module):
         return None
-    heads, head_dim = _heads(module), _first(module, *_HEAD_DIM)
+    heads, head_dim = heads_of(module), first_of(module, *HEAD_DIM)
     return Candidate(
         name,
         module,
         heads,
         head_dim or 0,
-        cross=_is_cross(name, module),
-        refusal=_refusal(module),
-        scale=unusual_scale(_scale(module), head_dim or 1),
+        cross=is_cross(name, module),
+        refusal=refusal_of(module),
+        scale=unusual_scale(scale_of(module), head_dim or 1),
         convert=_convert,
     )
 
 
-def _uses_registry(module: nn.Module) -> bool:
-    known = hasattr(getattr(module, "config", None), "_attn_implementation")
-    return known and "ALL_ATTENTION_FUNCTIONS" in _names_in_forward(module)
-
-
-def _names_in_forward(module: nn.Module) -> set[str]:
-    """Global names that the forward of a module uses."""
-    forward = inspect.unwrap(type(module).forward)
-    return set(getattr(getattr(forward, "__code__", None), "co_names", ()))
-
-
-def _refusal(module: nn.Module) -> str | None:
-    if getattr(module, "is_causal", True):
-        return CAUSAL
-    if _heads(module) is None or _first(module, *_HEAD_DIM) is None:
-        return "its number of heads or their width could not be found"
-    arguments = inspect.signature(inspect.unwrap(type(module).forward)).parameters
-    tables = _first(module, "relative_position_bias_table", "relative_position_bias")
-    relative = tables is not None or hasattr(module, "has_relative_attention_bias")
-    if "position_bias" in arguments or relative:
-        return "adds a bias of positions to scores, which this attention does not have"
-    if isinstance(_first(module, "scaling", "scale"), Tensor):
-        return "multiplies its queries by factors that it learns"
-    if getattr(module, "sliding_window", None):
-        return "local: queries see a window of keys, so the matrix has other marginals"
-    return None
-
-
-def _is_cross(name: str, module: nn.Module) -> bool:
-    """Classes used for both say whose part they are: the causal one of a decoder is the other."""
-    in_decoder = getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True)
-    named = "CrossAttention" in type(module).__name__ or bool(_CROSS_NAMES & set(name.split(".")))
-    return named or bool(in_decoder)
-
-
-def _first(holder: Any, *names: str) -> Any:
-    return next((getattr(holder, n) for n in names if getattr(holder, n, None) is not None), None)
-
-
-def _scale(module: nn.Module) -> float | None:
-    """The factor on the scores that a module says it has."""
-    scale = _first(module, "scaling", "scale")
-    return None if isinstance(scale, Tensor) else scale
-
-
-def _heads(module: nn.Module) -> Any:
-    """Number of heads: said by the module, or by the size of its projection, or for all alike."""
-    heads, head_dim = _first(module, *_HEADS), _first(module, *_HEAD_DIM)
-    if heads is None and head_dim and isinstance(getattr(module, "q_proj", None), nn.Linear):
-        heads = cast(nn.Linear, module.q_proj).out_features // head_dim
-    return _first(module.config, *_HEADS) if heads is None else heads
-
-
 def _convert(candidate: Candidate, mechanism: Mechanism) -> None:
-    setattr(candidate.module, MECHANISM, mechanism)
+    swap_class(candidate.module, RegistryAttention, mechanism)
 
 
 def review(modules: dict[str, nn.Module], candidates: dict[str, Candidate]) -> None:
-    """Refuse self-attention of a model that makes causal masks, whatever its modules say.
+    """Refuse attention whose masks are causal or carry biases, whatever its modules say.
 
-    CLIP's modules serve images and texts, and only the model around them knows which.
+    CLIP's modules serve images and texts, and only the model around them knows which. Modules
+    without ``is_causal`` say nothing; BEiT adds positions to the mask.
     """
     for name, candidate in candidates.items():
-        if candidate.refusal is None and not candidate.cross and _uses_registry(candidate.module):
-            parts = name.split(".")
-            for depth in reversed(range(len(parts))):
-                around = modules.get(".".join(parts[:depth]))
-                names = set() if around is None else _names_in_forward(around)
-                if names & {"create_causal_mask", "create_bidirectional_mask"}:
-                    if "create_bidirectional_mask" not in names:
-                        candidate.refusal = CAUSAL
-                    break
-
-
-def describe(model: nn.Module, converted: list[Candidate]) -> None:
-    """Tell the modules and the configurations of a model what was converted."""
-    chosen = {id(c.module) for c in converted if _uses_registry(c.module)}
-    configs = {id(c.module.config): c.module.config for c in converted if id(c.module) in chosen}
-    roots: dict[int, tuple[str, str]] = {}
-    for name, module in model.named_modules():
-        config = cast(Any, getattr(module, "config", None))
-        if id(config) not in configs:
+        if candidate.refusal is not None or not uses_registry(candidate.module):
             continue
-        if isinstance(module, PreTrainedModel):
-            roots.setdefault(id(config), (type(module).__name__, f"{name}." if name else ""))
-        if not _uses_registry(module):
-            continue
-        entry = getattr(config, NAME, None)
-        if not isinstance(entry, _Entry):
-            implementation = config._attn_implementation or "eager"
-            entry = _Entry("sdpa" if implementation == NAME else implementation, entry)
-            setattr(config, NAME, entry)
-        place = module.__dict__.get(_PLACE)
-        if place is None:
-            place = module.__dict__[_PLACE] = _Place(entry["base"], _is_cross(name, module))
-            entry.places.append(place)
-        if id(module) in chosen or place.converted:
-            place.converted = True
-            place.settings = settings_of(cast(Mechanism, getattr(module, MECHANISM)))
-            place.root, prefix = roots.get(id(config), (type(model).__name__, ""))
-            place.name = name.removeprefix(prefix)
-    for config in configs.values():
-        cast(_Entry, getattr(config, NAME)).refresh()
-        cast(Any, config)._attn_implementation_internal = NAME
-
-
-def revert(module: nn.Module) -> bool:
-    """Put the original computation back; False if it is there already."""
-    place = module.__dict__.get(_PLACE)
-    if place is None or not place.converted:
-        return False
-    place.converted = False
-    delattr(module, MECHANISM)
-    return True
-
-
-def finish(model: nn.Module) -> None:
-    """Give the configurations of a reverted model their attention back."""
-    for module in model.modules():
-        entry = getattr(getattr(module, "config", None), NAME, None)
-        # Part of a model may have been reverted: the rest goes on.
-        if isinstance(entry, _Entry) and not entry.refresh():
-            config = cast(Any, module.config)
-            config._attn_implementation_internal = entry["base"]
-            if entry.before is not None:
-                setattr(config, NAME, entry.before)
-            else:
-                delattr(config, NAME)
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if not isinstance(getattr(config, NAME, None), _Entry):
-            module.__dict__.pop(_PLACE, None)
+        parts = name.split(".")
+        around = [modules.get(".".join(parts[:depth])) for depth in reversed(range(len(parts)))]
+        forwards = [set() if module is None else names_in_forward(module) for module in around]
+        inside = (child for module in around if module is not None for child in module._modules)
+        if any("position_bias" in child for child in inside):
+            candidate.refusal = BIASED
+        elif any(names & _PAIR_MASK_MAKERS for names in forwards):
+            candidate.refusal = PAIRS
+        elif not candidate.cross:
+            makers = next((names for names in forwards if names & _MASK_MAKERS), set())
+            if makers and "create_bidirectional_mask" not in makers:
+                candidate.refusal = CAUSAL
 
 
 def attention(
@@ -271,28 +149,46 @@ def attention(
     if key.shape[1] != query.shape[1]:
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    own = _scale(module) or query.shape[-1] ** -0.5
+    own = scale_of(module) or query.shape[-1] ** -0.5
     if scaling is not None and abs(scaling - own) > 1e-6 * own:
         query = query * (scaling / own)  # scaled before the call, as in Whisper
+    place = module.__dict__.get(PLACE)
+    if place is not None:
+        place.called = True
+    if not cross and query.shape[2] != key.shape[2]:
+        if place is None or not place.given:
+            raise ValueError(f"espformer: this {class_name(module)} {NOT_SELF}")
+        cross = True
     masks: dict[str, Tensor | None] = {"key_mask": _key_mask(attention_mask, module, key)}
     if cross and masks["key_mask"] is not None:
         # Without it, keys as many as the queries would lend them their mask.
         every = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
         masks["query_mask"] = every
     output = mechanism(query, key, value, **masks).transpose(1, 2).contiguous()
-    shown = options.get("output_attentions") or getattr(module.config, "output_attentions", False)
+    shown = _matrices_wanted(module, options)
     return output, mechanism.matrix(query, key, **masks) if shown else None
+
+
+def _matrices_wanted(module: nn.Module, options: dict[str, Any]) -> bool:
+    """Whether somebody asked for attention matrices: this call, the configuration, or a recorder.
+
+    Models like SigLIP do not tell their attention: transformers records what modules return.
+    """
+    if options.get("output_attentions") or getattr(module.config, "output_attentions", False):
+        return True
+    recorded = None if _active_collector is None else _active_collector.get()
+    return any("attentions" in key for key in recorded or ())
 
 
 def _mechanism_of(module: nn.Module) -> tuple[Mechanism | None, bool, str]:
     """The module's mechanism (None: it keeps its own attention), is it cross, and its own."""
-    place = module.__dict__.get(_PLACE)
+    place = module.__dict__.get(PLACE)
     if place is not None:
         mechanism = cast(Mechanism, getattr(module, MECHANISM)) if place.converted else None
         return mechanism, place.cross, place.base
     config = cast(Any, module.config)
     entry = getattr(config, NAME, None)
-    if isinstance(entry, _Entry):
+    if isinstance(entry, Entry):
         # Another part of the model was converted, which shares its configuration with this one.
         return None, False, entry["base"]
     settings = dict(entry or {})
@@ -304,8 +200,8 @@ def _mechanism_of(module: nn.Module) -> tuple[Mechanism | None, bool, str]:
         )
     with_cross, cross, refusal = (
         settings.pop("cross", False),
-        _is_cross("", module),
-        _refusal(module),
+        is_cross("", module),
+        refusal_of(module),
     )
     other = refusal == CAUSAL or (cross and not with_cross)
     if other and getattr(config, "is_encoder_decoder", False):
@@ -315,12 +211,20 @@ def _mechanism_of(module: nn.Module) -> tuple[Mechanism | None, bool, str]:
     made = module.__dict__.get("_espformer_made")
     if made is None or made[0] != settings:
         mechanism = mechanism_from_settings(settings)
-        if mechanism.extra_parameters(_heads(module), _first(module, *_HEAD_DIM)):
+        heads, head_dim = heads_of(module), first_of(module, *HEAD_DIM)
+        if mechanism.extra_parameters(heads, head_dim):
             raise ValueError(
                 f"config.espformer = {settings} describes a mechanism with parameters, for which a "
                 "configuration makes no place: use espformer.convert(model, mechanism)"
             )
-        give_scale(mechanism, unusual_scale(_scale(module), _first(module, *_HEAD_DIM)))
+        give_scale(mechanism, unusual_scale(scale_of(module), head_dim))
+        layer = getattr(module, "layer_idx", None) or 0
+        with torch.random.fork_rng(devices=[]):
+            # Directions that are drawn are not saved: every model must draw the same.
+            torch.manual_seed(layer)
+            mechanism = mechanism.bind(heads, head_dim, depth=layer)
+        weight = next(module.parameters(), None)
+        mechanism = mechanism if weight is None else mechanism.to(weight.device)
         made = module.__dict__["_espformer_made"] = (settings, mechanism)
     return made[1].train(module.training), cross, "sdpa"
 
@@ -330,10 +234,11 @@ def _key_mask(mask: Tensor | None, module: nn.Module, key: Tensor) -> Tensor | N
     if mask is None or mask.dim() == 2:
         return None if mask is None else mask.bool()
     if mask.dim() == 4 and mask.shape[1:3] == (1, 1):
-        row = mask[:, 0, 0]
-        return row if row.dtype == torch.bool else row == 0
+        if mask.dtype == torch.bool:
+            return mask[:, 0, 0]
+        return present_tokens("espformer", "attention_mask", mask)[:, 0, 0]
     raise ValueError(
-        f"espformer: {type(module).__name__} got a mask of (query, key) pairs, of shape "
+        f"espformer: {class_name(module)} got a mask of (query, key) pairs, of shape "
         f"{tuple(mask.shape)}. Only padding can be masked: pass attention_mask as (batch, tokens). "
         "Causal and local attention keep softmax: leave them out with convert(..., where=...)"
     )
@@ -378,9 +283,33 @@ def _base_mask(base: str, mask: Tensor | None, query: Tensor, key: Tensor) -> Te
 
 
 def _base_attention(module: nn.Module, base: str) -> Any:
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    eager = getattr(sys.modules[own_class(module).__module__], "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface(base, eager)
 
 
+def _refuse_to_be_ignored() -> None:
+    """Let models that never ask the registry raise when they are built with this attention.
+
+    transformers accepts every registered name and checks nothing: a model that computes its scores
+    itself would go on with softmax. The method that it calls for every model that is built is the
+    one place where this can be said.
+    """
+    accept = PreTrainedModel.get_correct_attn_implementation
+    if hasattr(accept, "__wrapped__"):
+        return
+
+    @functools.wraps(accept)
+    def checked(self: Any, requested_attention: str | None, *args: Any, **options: Any) -> str:
+        if requested_attention == NAME and not self._can_set_attn_implementation():
+            raise ValueError(
+                f'attn_implementation="{NAME}": {type(self).__name__} computes its attention '
+                "itself instead of asking the registry of transformers, and would ignore this"
+            )
+        return str(accept(self, requested_attention, *args, **options))
+
+    PreTrainedModel.get_correct_attn_implementation = checked
+
+
+_refuse_to_be_ignored()
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, padding_mask)

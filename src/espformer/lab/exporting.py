@@ -1,6 +1,7 @@
 """From what is on disk to a graph: a trained run, a fine-tuned one, or a transformers directory."""
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -149,41 +150,91 @@ def _read_json(path: Path, advice: str) -> dict[str, Any]:
 def _transformers(path: Path) -> Exportable:
     import transformers
 
-    from espformer.integrations.pretrained import load_pretrained
-
     raw = _read_json(path / "config.json", "save the model again")
     name = next(iter(raw.get("architectures") or []), "AutoModel")
-    kind = getattr(transformers, name, None)
+    kind = getattr(transformers, name, None) or _part_of_transformers(name, raw)
     if kind is None:
         raise RunError(f"{path}: this version of transformers has no {name}")
-    if raw.get("is_encoder_decoder"):
+    decoder = raw.get("is_encoder_decoder") and not name.endswith("Encoder")
+    if decoder or ("decoder" in raw and "encoder" in raw):
         raise RunError(
             f"{path}: {name} writes word by word, which is no single graph; save its encoder "
             "(model.get_encoder().save_pretrained(...)) and export that"
         )
-    try:
-        if raw.get("espformer"):
-            model = load_pretrained(kind, str(path), dtype=torch.float32).eval()
-        else:
-            model = kind.from_pretrained(path, dtype=torch.float32).eval()
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path}: {' '.join(str(error).split())[:300]}") from None
+    model = _load(kind, path, converted=_has_entry(raw)).eval()
     config: Any = model.config
     # A tuple has the same outputs in every exporter, and no cache among them.
     config.return_dict = False
     if hasattr(config, "use_cache"):
         config.use_cache = False
-    if getattr(model, "main_input_name", "input_ids") == "pixel_values":
+    main = getattr(model, "main_input_name", "input_ids")
+    if main == "pixel_values":
+        config = getattr(config, "vision_config", config)
         size = config.image_size
         height, width = size if isinstance(size, list | tuple) else (size, size)
         image = (int(config.num_channels), int(height), int(width))
         return Exportable(model, {"pixel_values": "images"}, image=image)
+    if main != "input_ids" or hasattr(config, "vision_config"):
+        raise RunError(
+            f"{path}: {name} takes {main}, for which there is no example here; export a part of it "
+            "that takes words or images, or call espformer.integrations.onnx.export_onnx with an "
+            "example"
+        )
     # Positions of RoBERTa begin after the padding token.
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and "roberta" in str(config.model_type):
         longest -= int(config.pad_token_id) + 1
     inputs = {"input_ids": "ids", "attention_mask": "integer_mask"}
     return Exportable(model, inputs, int(config.vocab_size), longest=longest)
+
+
+def _part_of_transformers(name: str, raw: dict[str, Any]) -> Any:
+    """A class that transformers has and does not show, such as the encoder of BART."""
+    family = str(raw.get("model_type", "")).replace("-", "_")
+    with contextlib.suppress(ImportError):
+        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        return getattr(module, name, None)
+    return None
+
+
+def _has_entry(raw: Any) -> bool:
+    """Whether a configuration, or one of a part, tells of a conversion."""
+    if not isinstance(raw, dict):
+        return False
+    entry = raw.get("espformer")
+    here = isinstance(entry, dict) and "modules" in entry
+    return here or any(_has_entry(part) for part in raw.values())
+
+
+def _load(kind: Any, path: Path, *, converted: bool) -> nn.Module:
+    """A saved model without parts that have no saved weights: a pooler that was left out stays out.
+
+    transformers makes such parts anew, with random weights, and says so in a table.
+    """
+    from espformer.integrations.pretrained import load_pretrained
+
+    def load(**options: Any) -> tuple[nn.Module, set[str]]:
+        options |= {"dtype": torch.float32, "output_loading_info": True}
+        model, info = kind.from_pretrained(path, **options)
+        return model, set(info["missing_keys"])
+
+    options: dict[str, Any] = {}
+    try:
+        missing = load()[1]
+        if missing and all("pooler" in name.split(".") for name in missing):
+            options = {"add_pooling_layer": False}
+            missing = load(**options)[1]
+        if missing:
+            some = ", ".join(sorted(missing)[:3])
+            raise RunError(
+                f"{path}: it has no weights for {some}, which would be random; save the model that "
+                "was trained"
+            )
+        if converted:
+            return load_pretrained(kind, str(path), dtype=torch.float32, **options)
+        return load(**options)[0]
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(f"{path}: {' '.join(str(error).split())[:300]}") from None
 
 
 def export_model(

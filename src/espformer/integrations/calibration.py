@@ -1,0 +1,294 @@
+"""Fit a converted model to what the original computed, on inputs without labels."""
+
+import copy
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from espformer.integrations.candidates import MECHANISM, SCALE
+from espformer.integrations.distillation import converted_modules, distil, output_error
+from espformer.integrations.inputs import Inputs, call_arguments
+from espformer.integrations.native import ORIGINAL
+from espformer.integrations.slices import Call, fit_slices
+from espformer.nn import ESP, Attention, Mechanism, Softmax
+
+__all__ = ["Calibration", "calibrate", "restore_weights"]
+
+# Under this name a module keeps the weights that it had before it was calibrated.
+_BEFORE = "_espformer_before_calibration"
+_SAMPLED = 4096  # tokens that slices are chosen from
+
+Progress = bool | Callable[[int, int, float], None]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a calibration did; ``print`` shows it.
+
+    Attributes:
+        before: error of the model's output on the first batch, as a share of the variance of the
+            original's output, after the conversion.
+        aligned: the same after slices were chosen.
+        after: the same in the end.
+        losses: the loss of every step: the mean of such shares, over blocks and output.
+        modules: names of the attention modules whose slices were chosen.
+        seconds: how long it took.
+    """
+
+    before: float
+    aligned: float
+    after: float
+    losses: tuple[float, ...]
+    modules: tuple[str, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"error of the output, as a share of its variance: {self.before:.3f} converted, "
+            f"{self.aligned:.3f} with slices chosen in {len(self.modules)} modules, "
+            f"{self.after:.3f} after {len(self.losses)} steps ({self.seconds:.0f} s)"
+        )
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Inputs],
+    *,
+    steps: int = 60,
+    learning_rate: float = 5e-4,
+    train: str = "blocks",
+    choose_slices: bool = True,
+    progress: Progress = True,
+    seed: int = 0,
+) -> Calibration:
+    r"""Fit a converted model to the outputs that it had with its own attention, in place.
+
+    No labels are needed: some hundred inputs of the kind that the model is for. First, slices are
+    chosen from the data: each head of ESP gets the axes along which its queries and keys carry most
+    of the scores that softmax saw (:mod:`espformer.integrations.slices`). Then weights,
+    temperatures and slice weights are trained for some steps, by Adam, to give the outputs of the
+    original after every block and in the end:
+
+    .. math:: \frac1B \sum_{b=1}^{B} \Bigl( \sum_i \lVert h_{b,i} - h^*_{b,i} \rVert^2 \Bigr)
+       \Big/ \Bigl( \sum_i \lVert h^*_{b,i} - \bar h^*_b \rVert^2 \Bigr),
+
+    the mean of two such shares: over tokens i that are no padding, and over the means of sequences.
+    Dropout is off, and nothing is random but the order of the
+    batches. A minute on a CPU goes a part of the way; more steps, on a GPU, go further.
+
+    :func:`espformer.revert` gives the weights of before the calibration back.
+
+    Args:
+        model: a model that :func:`espformer.convert` converted and whose weights were not trained
+            since; what it computed before is its teacher.
+        batches: inputs of the model, each a tensor, a tuple of arguments or a dictionary of named
+            ones, on the model's device; gone through again and again.
+        steps: number of steps; 0 chooses slices only.
+        learning_rate: of the weights; :func:`espformer.nn.parameter_groups` gives temperatures and
+            slice weights a higher one. It rises for a tenth of the steps and falls to zero.
+        train: "blocks" trains all weights of the blocks (layers) that hold a converted module,
+            "attention" those of the attention alone, "mechanism" only what the mechanisms learn.
+        choose_slices: False leaves the axes of the heads as they are.
+        progress: whether to tell how it goes, or a function of (step, steps, loss).
+        seed: decides the order of the batches.
+
+    Raises:
+        ValueError: nothing in this model was converted, or there are no batches.
+
+    Example:
+        >>> import espformer, torch
+        >>> layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+        >>> model = espformer.convert(model, espformer.nn.ESP(learn_temperature=True))
+        >>> batches = [torch.randn(4, 10, 32) for _ in range(3)]
+        >>> result = espformer.calibrate(model, batches, steps=10, progress=False)
+        >>> result.after < result.before
+        True
+    """
+    began = time.perf_counter()
+    held = converted_modules(model)
+    if not held:
+        raise ValueError(
+            f"calibrate: no module of this {type(model).__name__} was converted; call "
+            "espformer.convert(model, mechanism) first"
+        )
+    if train not in ("blocks", "attention", "mechanism"):
+        raise ValueError(
+            f'calibrate: train must be "blocks", "attention" or "mechanism", got {train!r}'
+        )
+    if steps < 0:
+        raise ValueError(f"calibrate: steps must be at least 0, got {steps}")
+    data = [call_arguments(inputs) for inputs in batches]
+    if not data:
+        raise ValueError("calibrate: there are no batches; give some hundred inputs, in batches")
+    teacher = _teacher(model)
+    modes = {module: module.training for module in model.modules()}
+    blocks = sorted({_block(name) for name in held} | {""})
+    trained = _trained(model, held, blocks, train)
+    _keep_weights(model, trained)
+    try:
+        model.eval()
+        losses: list[float] = []
+        aligned: tuple[str, ...] = ()
+        before = output_error(model, teacher, data[0])
+        if choose_slices:
+            aligned = tuple(_choose_slices(model, held, converted_modules(teacher), teacher, data))
+        chosen = output_error(model, teacher, data[0])
+        for step, loss in enumerate(
+            distil(model, teacher, data, blocks, trained, steps, learning_rate, seed), 1
+        ):
+            losses.append(loss)
+            _tell(progress, step, steps, loss)
+        after = output_error(model, teacher, data[0])
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    seconds = time.perf_counter() - began
+    return Calibration(before, chosen, after, tuple(losses), aligned, seconds)
+
+
+def restore_weights(model: nn.Module) -> None:
+    """Give the modules that were calibrated the weights that they had before."""
+    with torch.no_grad():
+        for module in model.modules():
+            for name, weight in module.__dict__.pop(_BEFORE, {}).items():
+                getattr(module, name).copy_(weight)
+
+
+def _teacher(model: nn.Module) -> nn.Module:
+    """A copy that computes what the model did before it was converted, in mechanisms too."""
+    teacher = copy.deepcopy(model).eval().requires_grad_(False)
+    restore_weights(teacher)
+    for module in converted_modules(teacher).values():
+        if isinstance(module, Attention):
+            mechanism = cast(Mechanism, module.__dict__[ORIGINAL])
+        else:
+            mechanism = Softmax(scale=module.__dict__.get(SCALE))
+        setattr(module, MECHANISM, mechanism.eval())
+    return teacher
+
+
+def _block(name: str) -> str:
+    """The layer of a stack that holds a module: ``encoder.layer.0`` of ``encoder.layer.0.attn``."""
+    found = re.match(r"(.*\.\d+|\d+)(\.|$)", name)
+    return found[1] if found else ""
+
+
+def _trained(
+    model: nn.Module, held: dict[str, nn.Module], blocks: list[str], train: str
+) -> set[str]:
+    """Names of the parameters that are trained."""
+    modules = dict(model.named_modules())
+    within = set()
+    for name in held:
+        if train == "mechanism":
+            within.add(f"{name}.{MECHANISM}")
+            continue
+        if train == "blocks" and _block(name):
+            within.add(_block(name))
+            continue
+        # BERT's output projection is beside its attention, in a module around both.
+        around = name.rpartition(".")[0]
+        while around and "Attention" in type(modules[around]).__name__:
+            name, around = around, around.rpartition(".")[0]
+        within.add(name)
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point()
+        and any(outer == "" or name.startswith(f"{outer}.") for outer in within)
+    }
+
+
+def _keep_weights(model: nn.Module, trained: set[str]) -> None:
+    """Remember the weights that a calibration may change, those of the first one."""
+    kept = trained | {
+        f"{name}.{weight}"
+        for name, module in converted_modules(model).items()
+        for weight, _ in module.named_parameters()
+    }
+    for name, parameter in model.named_parameters():
+        owner, _, weight = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if name in kept and not isinstance(module, Mechanism):
+            before = module.__dict__.setdefault(_BEFORE, {})
+            before.setdefault(weight, parameter.detach().clone())
+
+
+@torch.no_grad()
+def _choose_slices(
+    model: nn.Module,
+    held: dict[str, nn.Module],
+    teachers: dict[str, nn.Module],
+    teacher: nn.Module,
+    data: list[Any],
+) -> Iterator[str]:
+    """Fit every module that has ESP to softmax in its place; names of those that could be.
+
+    One after the other, in the order in which they are called: each gets the tokens that those
+    before it, which are fitted already, give it, and is fitted to what softmax gave in the
+    original.
+    """
+    outputs: dict[str, list[Tensor]] = {}
+    batches: list[Any] = []
+
+    def keep(name: str, _args: Any, _options: Any, output: Any) -> None:
+        outputs.setdefault(name, []).append(output)
+
+    for args, options in data:
+        with _listening(teachers, keep):
+            teacher(*args, **options)
+        batches.append((args, options))
+        if sum(x.shape[0] * x.shape[2] for x in next(iter(outputs.values()), [])) >= _SAMPLED:
+            break
+    for name in outputs:
+        mechanism = cast(Mechanism, getattr(held[name], MECHANISM))
+        if not isinstance(mechanism, ESP):
+            continue
+        calls: list[Call] = []
+
+        def call(_: str, args: Any, masks: Any, __: Any, name: str = name) -> None:
+            query, key, value = args
+            if query.shape[2] == key.shape[2] and masks.get("query_mask") is None:
+                output = outputs[name][len(calls)]  # noqa: B023, called before the next module
+                calls.append(Call(query, key, value, output, masks.get("key_mask")))  # noqa: B023
+
+        for args, options in batches:
+            with _listening({name: held[name]}, call):
+                model(*args, **options)
+        if calls and fit_slices(held[name], mechanism, calls):
+            yield name
+
+
+@contextmanager
+def _listening(
+    modules: dict[str, nn.Module], hear: Callable[[str, Any, Any, Any], None]
+) -> Iterator[None]:
+    """Hear (name, arguments, options, output) of every call of the modules' mechanisms."""
+    handles = []
+    for name, module in modules.items():
+
+        def record(_module: Any, args: Any, options: Any, output: Any, name: str = name) -> None:
+            hear(name, args, options, output)
+
+        mechanism = cast(Mechanism, getattr(module, MECHANISM))
+        handles.append(mechanism.register_forward_hook(record, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tell(progress: Progress, step: int, steps: int, loss: float) -> None:
+    if callable(progress):
+        progress(step, steps, loss)
+    elif progress and (step == steps or step % max(1, steps // 10) == 0):
+        print(f"calibrate: step {step} of {steps}, loss {loss:.4f}", file=sys.stderr, flush=True)

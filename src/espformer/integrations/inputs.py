@@ -1,0 +1,19 @@
+"""Inputs of a model as its users hold them: a tensor, arguments in order, or arguments by name."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["Inputs", "call_arguments"]
+
+Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
+
+
+def call_arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a model is called with: arguments in order, and by name."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    return tuple(inputs), {}
