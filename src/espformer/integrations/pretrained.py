@@ -13,7 +13,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from espformer.integrations.candidates import MECHANISM
 from espformer.integrations.convert import convert
-from espformer.integrations.settings import mechanism_from_settings
+from espformer.integrations.settings import mechanism_from_settings, stored_settings
 from espformer.integrations.transformers_places import NAME
 from espformer.nn import Mechanism
 
@@ -47,7 +47,8 @@ def load_pretrained(
         )
     for settings, cross in _different(found.values()):
         chosen = {name for name, other in found.items() if other == (settings, cross)}
-        made = mechanism_from_settings(settings or {}) if mechanism is None else mechanism
+        stored = stored_settings(settings or {})
+        made = mechanism_from_settings(stored) if mechanism is None else mechanism
         convert(
             model,
             made,

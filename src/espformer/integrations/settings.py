@@ -4,13 +4,14 @@ import inspect
 from typing import Any
 
 from espformer.nn import ESP, MECHANISMS, Mechanism
+from espformer.nn.esp import former_settings
 from espformer.ops.esp.options import OPTIONS
 
-__all__ = ["mechanism_from_settings", "settings_of"]
+__all__ = ["mechanism_from_settings", "settings_of", "stored_settings"]
 
 _CLASSES = {cls.__name__: cls for cls in MECHANISMS.values()}
 # Named even where they are the defaults, which have changed once.
-_ALWAYS = ("sort_temperature", "inverse_temperature", "temperature_unit")
+_ALWAYS = ("sort_temperature", "inverse_temperature", "temperature_unit", "slicer")
 # Arguments that a mechanism keeps under another name.
 _KEPT_AS = {"slicer": "slicer_kind", "lambda_init": "lambda_schedule"}
 
@@ -46,6 +47,20 @@ def settings_of(mechanism: Mechanism) -> dict[str, Any] | None:
             return None
         if value != parameter.default or (cls is ESP and argument in _ALWAYS):
             settings[argument] = value
+    return settings
+
+
+def stored_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings that a saved model has, with the defaults of the time when it was saved.
+
+    Example:
+        >>> stored_settings({"name": "ESP", "hard": True})["temperature_unit"]
+        'absolute'
+    """
+    if settings.get("name", "ESP") == "ESP":
+        return former_settings(settings)
+    if isinstance(settings.get("base"), dict):
+        return settings | {"base": stored_settings(settings["base"])}
     return settings
 
 
