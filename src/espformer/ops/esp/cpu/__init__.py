@@ -11,18 +11,22 @@ from espformer.ops.esp.linear import same_lengths
 from espformer.ops.esp.problem import Problem
 
 
+FAR = 128.0  # bandwidths, over which exp(-x) falls below every float32 number
+
+
 def attend(problem: Problem, value: Tensor) -> Tensor:
     """``N · G V``: (batch, N, d), in linear time and memory; a head that holds NaN is all NaN."""
     marker = problem.nonfinite_marker().view(-1, 1, 1)
     problem, value = problem.scaled(), value.to(problem.dtype)
     options = problem.options
-    query_points, key_points = (
-        problem.in_units(x, None if mask is None else mask.unsqueeze(1))
-        for x, mask in zip(
-            problem.projections(), (problem.query_mask, problem.key_mask), strict=True
-        )
-    )
     inv_bandwidth = problem.inv_bandwidth()
+    masks = problem.query_mask, problem.key_mask
+    query_points, key_points = (
+        _far_apart(x, inv_bandwidth)
+        if side == problem.identity_side
+        else problem.in_units(x, None if mask is None else mask.unsqueeze(1))
+        for side, x, mask in zip(("query", "key"), problem.projections(), masks, strict=True)
+    )
     if options.hard:  # no gradient reaches the numbers that are sorted
         query_points, key_points = query_points.detach(), key_points.detach()
         inv_bandwidth = inv_bandwidth.detach()
@@ -34,6 +38,12 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
         options.ties, "" if same_lengths(problem) else options.coupling,
     )  # fmt: skip
     return zero_padding(out + marker, problem.query_mask)
+
+
+def _far_apart(points: Tensor, inv_bandwidth: Tensor) -> Tensor:
+    """Points of an `identity_side`: in order, and so far from each other that nothing mixes."""
+    ranks = torch.arange(points.shape[-1], device=points.device, dtype=points.dtype)
+    return (ranks * (FAR / inv_bandwidth.detach()).view(-1, 1, 1)).expand(points.shape)
 
 
 def _slice_logits(problem: Problem, points: Tensor) -> Tensor | None:
