@@ -16,7 +16,9 @@ from numba.core import event, types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.extending import intrinsic
 
-OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+# Arrays are not counted: kernels are given all the room that they need, and keep nothing. Counting
+# took longer than the work on short sequences, and is done with locks that threads wait for.
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}
 
 
 def _source_stamp() -> str:
