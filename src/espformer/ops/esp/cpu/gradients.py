@@ -21,6 +21,7 @@ from espformer.ops.esp.cpu.compiling import kernel, part, stand_alone
 from espformer.ops.esp.cpu.kappa import multiply, multiply_column, multiply_with_slope, stretch
 from espformer.ops.esp.cpu.normalising import balance_gradient, balance_steps
 from espformer.ops.esp.cpu.rows import (
+    add_crossed_products,
     add_products,
     add_products_with_tokens,
     clear,
@@ -28,6 +29,7 @@ from espformer.ops.esp.cpu.rows import (
     copy,
     couple,
     couple_back,
+    cross,
     number_ranks,
     pack,
     scatter,
@@ -100,11 +102,13 @@ def form_gradient(plan, x, y, weight, settings, rows, numbers, unit, slopes, out
     for i in range(n):
         h_scale[i] *= weight
     if settings.slopes:
-        one = unit.dtype.type(1)
-        add_products(left, h_rows, n, met_right, weight, outs[0], lanes)
-        add_products(right, e_rows, m, met_left, weight, outs[1], lanes)
-        add_products(rows[LEFT_SLOPE], h_rows, n, h_scale, one, slopes[0], lanes)
-        add_products(rows[RIGHT_SLOPE], e_rows, m, e_scale, one, slopes[1], lanes)
+        add_products(
+            left, rows[LEFT_SLOPE], h_rows, n, met_right, weight, outs[0], h_scale, slopes[0], lanes
+        )
+        add_products(
+            right, rows[RIGHT_SLOPE], e_rows, m, met_left, weight, outs[1], e_scale, slopes[1],
+            lanes,
+        )  # fmt: skip
     return found
 
 
@@ -192,12 +196,12 @@ def plans_gradient(
 # gradient, A1, what ranks receive of the other side's A1 and its gradient, and rooms.
 SQUARES, D_SQUARES, SUMS, MET, D_MET, AT_RANK, MIXED, D_SCALE = range(2, 10)
 
-# Rows of the room for pairs (x, p) of products κx and their upstream gradients, which pull at the
-# points: x and p, a product, and the slopes of either. Their columns are the balancing steps and
-# where these start, or the normalisation, first; then squares and row sums.
-OPERANDS, GRADIENTS, PAIR_PRODUCT, SLOPES, OTHER_SLOPES = range(5)
-COLUMNS = LANES[16]
-WIDTH, OF_SQUARES, OF_SUMS = 16, 14, 15
+# Pairs (x, p) of products κx and their upstream gradients, which pull at the points, are columns of
+# one row: first all x, then all p. They are the balancing steps and where these start, or the
+# normalisation; then squares and row sums. There is room for their products and slopes.
+PAIRS, PAIR_PRODUCTS, PAIR_SLOPES = range(3)
+COLUMNS = LANES[32]
+WIDTH, OF_SQUARES, OF_SUMS, GRADIENTS = 32, 14, 15, 16
 
 
 @part
@@ -207,12 +211,12 @@ def squares_gradient(kappa, order, scale_in, scale_out, weight, columns, pairs, 
     at_rank, mixed = columns[AT_RANK], columns[MIXED]
     mix_squares(kappa, order, scale_in, columns[SQUARES], at_rank, mixed)
     for i in range(kappa.n):
-        pairs[OPERANDS, i * WIDTH + OF_SQUARES] = at_rank[i]
+        pairs[PAIRS, i * WIDTH + OF_SQUARES] = at_rank[i]
         if len(d_out):
             d_out[i] += weight * columns[MET, i] * mixed[i]
         columns[D_MET, i] = weight * scale_out[i] * mixed[i]
         at_rank[i] = weight * scale_out[i] * columns[MET, i]
-        pairs[GRADIENTS, i * WIDTH + OF_SQUARES] = at_rank[i]
+        pairs[PAIRS, i * WIDTH + GRADIENTS + OF_SQUARES] = at_rank[i]
     multiply_column(kappa, at_rank, mixed)
     for i in range(kappa.n):
         columns[D_SQUARES, order[i]] += scale_in[i] * mixed[i]
@@ -228,8 +232,8 @@ def sums_gradient(kappa, scale_in, scale_out, columns, pairs, d_sums, d_out, d_i
     for i in range(kappa.n):
         d_out[i] += d_sums[i] * columns[SUMS, i] / scale_out[i]
         at_rank[i] = d_sums[i] * scale_out[i]
-        pairs[OPERANDS, i * WIDTH + OF_SUMS] = scale_in[i]
-        pairs[GRADIENTS, i * WIDTH + OF_SUMS] = at_rank[i]
+        pairs[PAIRS, i * WIDTH + OF_SUMS] = scale_in[i]
+        pairs[PAIRS, i * WIDTH + GRADIENTS + OF_SUMS] = at_rank[i]
     multiply_column(kappa, at_rank, mixed)
     for i in range(kappa.n):
         d_in[i] += mixed[i]
@@ -248,29 +252,28 @@ def scales_gradient(
             columns[D_SCALE, i] = d_out[i] + d_in[i]
         balance_gradient(
             kappa, exponents, x, r, columns[D_SCALE], columns[AT_RANK], columns[MIXED],
-            pairs[OPERANDS], pairs[GRADIENTS], WIDTH,
+            pairs[PAIRS], WIDTH, GRADIENTS,
         )  # fmt: skip
     else:
         for i in range(kappa.n):
-            pairs[OPERANDS, i * WIDTH] = 1
-            pairs[GRADIENTS, i * WIDTH] = -d_out[i] * scale_out[i] * scale_out[i]
+            pairs[PAIRS, i * WIDTH] = 1
+            pairs[PAIRS, i * WIDTH + GRADIENTS] = -d_out[i] * scale_out[i] * scale_out[i]
 
 
 @part
 def let_pairs_pull(kappa, order, pairs, slopes, ranks, unit, settings, d_points):  # type: ignore[no-untyped-def]
     """Brings the slopes of one slice to its tokens; gives back the gradient of inv_bandwidth."""
     stand_alone()
-    n, one = kappa.n, unit.dtype.type(1)
-    operands, gradients = pairs[OPERANDS], pairs[GRADIENTS]
-    for operand, other, row in ((operands, gradients, SLOPES), (gradients, operands, OTHER_SLOPES)):
-        found = pairs[row]
-        multiply_with_slope(kappa, operand, ranks, unit, pairs[PAIR_PRODUCT], found, COLUMNS)
-        add_products(found, other, n, unit, one, slopes, COLUMNS)
+    n, own, found = kappa.n, pairs[PAIRS], pairs[PAIR_SLOPES]
+    multiply_with_slope(kappa, own, ranks, unit, pairs[PAIR_PRODUCTS], found, COLUMNS)
+    add_crossed_products(own, found, n, slopes, COLUMNS)  # x · κ'p + p · κ'x
     for i in range(n):
         d_points[order[i]] = kappa.inv_bandwidth * slopes[i]
     if settings.stretched:
-        return stretch(kappa, operands, ranks, unit, gradients, ranks, unit, COLUMNS)
-    return 0 * one
+        cross(own, n, pairs[PAIR_PRODUCTS], COLUMNS)  # every pair twice, as (x, p) and (p, x)
+        crossed = pairs[PAIR_PRODUCTS]
+        return stretch(kappa, own, ranks, unit, crossed, ranks, unit, COLUMNS) / 2
+    return 0 * slopes[0]
 
 
 @part

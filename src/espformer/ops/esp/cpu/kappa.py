@@ -47,6 +47,7 @@ class Kappa(NamedTuple):
     n: int
     inv_bandwidth: float
     is_gaussian: bool
+    tied: bool  # whether any two numbers are equal; not looked at if it is Gaussian
     points: np.ndarray  # (n,), ascending
     decays: np.ndarray  # (n,): of the absolute metric, see `absolute`
     coefficients: np.ndarray  # of the squared one, see `gaussian`
@@ -60,14 +61,16 @@ def set_kappa(
     points, n, inv_bandwidth, hard, average, with_slope, table, lanes, decays, coefficients, scratch
 ):  # type: ignore[no-untyped-def]
     """The kernel of n sorted numbers; what it consists of is written to the last three."""
-    is_gaussian = len(table) > 0 and not hard
+    is_gaussian, tied = len(table) > 0 and not hard, False
     if is_gaussian:
         gaussian.set_chunks(
             table, lanes, points, n, inv_bandwidth, with_slope, coefficients, scratch
         )
     else:
-        absolute.set_decays(points, n, inv_bandwidth, hard, average, decays)
-    return Kappa(n, inv_bandwidth, is_gaussian, points, decays, coefficients, scratch, table, lanes)
+        tied = absolute.set_decays(points, n, inv_bandwidth, hard, average, decays)
+    return Kappa(
+        n, inv_bandwidth, is_gaussian, tied, points, decays, coefficients, scratch, table, lanes
+    )
 
 
 @part
@@ -84,6 +87,8 @@ def multiply_with_slope(kappa, x, order, scale, y, slope, lanes):  # type: ignor
     """`multiply`, and its derivative in ``s_n · inv_bandwidth``."""
     if kappa.is_gaussian:
         gaussian.multiply(kappa, x, order, scale, y, slope, lanes)
+    elif kappa.tied:
+        absolute.multiply_with_slope_of_ties(kappa, x, order, scale, y, slope, lanes)
     else:
         absolute.multiply_with_slope(kappa, x, order, scale, y, slope, lanes)
 

@@ -7,7 +7,7 @@ matrix is filled up with zeros.
 from __future__ import annotations
 
 from espformer.ops.esp.cpu.compiling import part, stand_alone
-from espformer.ops.esp.cpu.simd import fill, load, store, total
+from espformer.ops.esp.cpu.simd import fill, load, store, swap_halves, total
 
 
 @part
@@ -135,13 +135,14 @@ def weighted_product(x, y, n, scale, lanes):  # type: ignore[no-untyped-def]
 
 
 @part
-def add_products(x, y, n, scale, weight, out, lanes):  # type: ignore[no-untyped-def]
-    """``out_n += weight scale_n x_n · y_n``."""
+def add_products(x, p, y, n, scale, weight, out, p_scale, p_out, lanes):  # type: ignore[no-untyped-def]
+    """``out_n += weight scale_n x_n · y_n`` and ``p_out_n += p_scale_n p_n · y_n``."""
     stand_alone()
     width = 8 * len(lanes)
     for i in range(n):
-        found = total(load(x, i * width, lanes) * load(y, i * width, lanes))
-        out[i] += weight * scale[i] * found
+        row = load(y, i * width, lanes)
+        out[i] += weight * scale[i] * total(load(x, i * width, lanes) * row)
+        p_out[i] += p_scale[i] * total(load(p, i * width, lanes) * row)
 
 
 @part
@@ -152,3 +153,20 @@ def add_products_with_tokens(x, order, y, n, scale, out, lanes):  # type: ignore
     for i in range(n):
         found = total(load(x, order[i] * width, lanes) * load(y, i * width, lanes))
         out[i] += scale[i] * found
+
+
+@part
+def add_crossed_products(x, y, n, out, lanes):  # type: ignore[no-untyped-def]
+    """``out_n += x_n · y_n``, with the halves of x crossed."""
+    stand_alone()
+    width = 8 * len(lanes)
+    for i in range(n):
+        out[i] += total(swap_halves(load(x, i * width, lanes)) * load(y, i * width, lanes))
+
+
+@part
+def cross(x, n, y, lanes):  # type: ignore[no-untyped-def]
+    """Copies rows with their halves crossed."""
+    width = 8 * len(lanes)
+    for i in range(n):
+        store(y, i * width, swap_halves(load(x, i * width, lanes)))

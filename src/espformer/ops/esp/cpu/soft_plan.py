@@ -86,7 +86,6 @@ Q_ROWS, K_ROWS, D_Q_ROWS, D_K_ROWS = range(4)  # of the room for blocks
 @part
 def kappa_of(settings, side, head, l, room, which):  # type: ignore[no-untyped-def]
     """The kernel of one side of a slice."""
-    stand_alone()
     return set_kappa(
         side.points[head, l], side.lengths[head], settings.inv_bandwidth[head], settings.hard,
         settings.average, settings.slopes, settings.table, settings.poles, room.decays[which],

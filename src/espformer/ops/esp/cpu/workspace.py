@@ -8,7 +8,7 @@ import numpy as np
 
 from espformer.ops.esp.cpu import gaussian
 
-COLUMNS, PAIRS = 16, 16  # rows of `columns`; numbers in a row of `pairs`
+COLUMNS, PAIRS = 16, 32  # rows of `columns`; numbers in a row of `pairs`
 DIGITS = 8 * 256  # counts of a sort by bytes
 
 
@@ -19,7 +19,7 @@ class Workspace(NamedTuple):
     integers: np.ndarray  # (4, tokens): tokens, their order, counts, ranks
     columns: np.ndarray  # (2, 16, tokens): one number per rank
     steps: np.ndarray  # (2, steps, tokens): x and r of the balancing
-    pairs: np.ndarray  # (2, 5, tokens · 16): columns that pull at the points, see `gradients`
+    pairs: np.ndarray  # (2, 3, tokens · 32): columns that pull at the points, see `gradients`
     rows: np.ndarray  # (8, tokens · width): products with one block
     blocks: np.ndarray  # (4, blocks, tokens · width): operands and gradients
     decays: np.ndarray  # (2, tokens): of the kernels of both sides
@@ -52,7 +52,7 @@ def new_workspace(
         # Numbers past the last rank are computed with, in whole vectors, though never looked at.
         np.ones((2, COLUMNS, whole), dtype),
         np.ones((2, steps, whole), dtype),
-        np.zeros((2, 5 if pairs else 0, tokens * PAIRS), dtype),
+        np.zeros((2, 3 if pairs else 0, tokens * PAIRS), dtype),
         np.empty((8 if columns else 0, tokens * width), dtype),
         np.empty((4, blocks, tokens * width), dtype),
         np.zeros((2, whole), dtype),
