@@ -74,7 +74,6 @@ def form_gradient(plan, x, y, weight, settings, rows, numbers, unit, slopes, out
     Adds to `slopes` and `outs`, one for either side. Leaves the upstream gradients in the rows
     FROM_LEFT (e) and FROM_RIGHT (h), with their scales in `numbers`. Gives back F_l(X, Y).
     """
-    stand_alone()
     n, m = plan.kappa_q.n, plan.kappa_k.n
     left, right = rows[LEFT], rows[RIGHT]
     if settings.slopes:
@@ -120,7 +119,6 @@ def pull_back(
 
     Gives back the gradient of inv_bandwidth, if that is wanted; `ins` and `d_x` may be empty.
     """
-    stand_alone()
     n, one, product = kappa.n, unit.dtype.type(1), rows[PRODUCT]
     if settings.slopes:
         multiply_with_slope(kappa, p, ranks, p_scale, product, rows[PRODUCT_SLOPE], lanes)
@@ -207,7 +205,6 @@ WIDTH, OF_SQUARES, OF_SUMS, GRADIENTS = 32, 14, 15, 16
 @part
 def squares_gradient(kappa, order, scale_in, scale_out, weight, columns, pairs, d_out, d_in):  # type: ignore[no-untyped-def]
     """Of ``weight Σ_n out_n (κ in ‖x‖²)_n met_n``; `d_out` and `d_in` may be empty."""
-    stand_alone()
     at_rank, mixed = columns[AT_RANK], columns[MIXED]
     mix_squares(kappa, order, scale_in, columns[SQUARES], at_rank, mixed)
     for i in range(kappa.n):
@@ -227,7 +224,6 @@ def squares_gradient(kappa, order, scale_in, scale_out, weight, columns, pairs, 
 @part
 def sums_gradient(kappa, scale_in, scale_out, columns, pairs, d_sums, d_out, d_in):  # type: ignore[no-untyped-def]
     """Of the row sums ``out κ in``; they are constant unless balanced."""
-    stand_alone()
     at_rank, mixed = columns[AT_RANK], columns[MIXED]
     for i in range(kappa.n):
         d_out[i] += d_sums[i] * columns[SUMS, i] / scale_out[i]
@@ -244,7 +240,6 @@ def scales_gradient(
     kappa, scale_out, balanced, exponents, unit, columns, pairs, steps, d_out, d_in
 ):  # type: ignore[no-untyped-def]
     """From the gradient of the scales to pairs that pull at the points."""
-    stand_alone()
     if balanced:
         x, r = steps[0], steps[1]
         balance_steps(kappa, unit, exponents, x, r, columns[MIXED])
@@ -263,7 +258,6 @@ def scales_gradient(
 @part
 def let_pairs_pull(kappa, order, pairs, slopes, ranks, unit, settings, d_points):  # type: ignore[no-untyped-def]
     """Brings the slopes of one slice to its tokens; gives back the gradient of inv_bandwidth."""
-    stand_alone()
     n, own, found = kappa.n, pairs[PAIRS], pairs[PAIR_SLOPES]
     multiply_with_slope(kappa, own, ranks, unit, pairs[PAIR_PRODUCTS], found, COLUMNS)
     add_crossed_products(own, found, n, slopes, COLUMNS)  # x · κ'p + p · κ'x

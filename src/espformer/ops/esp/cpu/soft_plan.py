@@ -155,7 +155,6 @@ def couple_column(targets, sources, weights, x, y):  # type: ignore[no-untyped-d
 @part
 def row_sums(kappa, scale_in, scale_out, balanced, sums):  # type: ignore[no-untyped-def]
     """``A1``: all ones if rows are normalised, nearly so if balanced."""
-    stand_alone()
     if balanced:
         multiply_column(kappa, scale_in, sums)
     for i in range(kappa.n):
@@ -165,7 +164,6 @@ def row_sums(kappa, scale_in, scale_out, balanced, sums):  # type: ignore[no-unt
 @part
 def mix_squares(kappa, order, scale_in, squares, at_rank, mixed):  # type: ignore[no-untyped-def]
     """``κ diag(in) ‖x‖²``, in rank order."""
-    stand_alone()
     for i in range(kappa.n):
         at_rank[i] = scale_in[i] * squares[order[i]]
     multiply_column(kappa, at_rank, mixed)
@@ -174,7 +172,6 @@ def mix_squares(kappa, order, scale_in, squares, at_rank, mixed):  # type: ignor
 @part
 def column_costs(plan, balanced, columns):  # type: ignore[no-untyped-def]
     """``Σ_n (A‖q‖²) (TB1) + (TᵀA1) (B‖k‖²)``."""
-    stand_alone()
     q_sums, k_sums, own = columns[Q_SUMS], columns[K_SUMS], plan.pairs
     row_sums(plan.kappa_q, plan.q_in, plan.q_out, balanced, q_sums)
     row_sums(plan.kappa_k, plan.k_in, plan.k_out, balanced, k_sums)

@@ -14,7 +14,7 @@ from numba.core.extending import intrinsic
 
 from espformer.ops.esp.cpu.compiling import part, stand_alone
 
-FEW = 96  # numbers whose ranks are counted
+FEW = 72  # numbers whose ranks are counted
 
 
 @intrinsic
@@ -48,10 +48,8 @@ def sort_tokens(numbers, tokens, n, order, points, keys, spare, counts):  # type
         for i in range(n):
             key = keys[i]
             rank = 0
-            for j in range(i):
-                rank += keys[j] <= key
-            for j in range(i + 1, n):
-                rank += keys[j] < key
+            for j in range(n):
+                rank += (keys[j] < key) | ((keys[j] == key) & (j < i))
             order[rank] = tokens[i]
     else:
         for i in range(n):
