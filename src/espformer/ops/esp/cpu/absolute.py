@@ -26,20 +26,24 @@ def set_decays(points, n, inv_bandwidth, hard, average, decays):  # type: ignore
 
     A hard sort is the limit of zero temperature: nothing decays between equal numbers if they
     share (`average`), and nothing is left of all others. There is room for multiples of 16.
+    Gives back whether any two numbers are equal.
     """
     stand_alone()
     decays[0] = 0
+    tied = False
+    for i in range(1, n):
+        tied |= points[i] == points[i - 1]
+        decays[i] = (points[i - 1] - points[i]) * inv_bandwidth
     if hard:
         for i in range(1, n):
             decays[i] = 1 if average and points[i] == points[i - 1] else 0
-        return
+        return tied
     most = points.dtype.type(41.4)  # exp of less is negligible, see `exponentials.NEGLIGIBLE`
-    for i in range(1, n):
-        decays[i] = (points[i - 1] - points[i]) * inv_bandwidth
     for i in range(0, n, 16):
         x = load(decays, i, ELEMENTWISE)
         store(decays, i, where_above(x, -most, exp(x)))
     decays[0] = 0
+    return tied
 
 
 @part
@@ -72,7 +76,41 @@ def multiply(kappa, x, order, scale, y, lanes):  # type: ignore[no-untyped-def]
 def multiply_with_slope(kappa, x, order, scale, y, slope, lanes):  # type: ignore[no-untyped-def]
     """`multiply`, and ``slope_n = Σ_j sign(s_j - s_n) κ[n, j] scale_j x[order_j]``.
 
-    That is t times the derivative in s_n, zero between equal numbers: they count for neither side.
+    That is t times the derivative in s_n, for numbers that all differ.
+    """
+    stand_alone()
+    n, decays = kappa.n, kappa.decays
+    width = 8 * len(lanes)
+    zero, one = fill(decays.dtype.type(0), lanes), decays.dtype.type(1)
+    carried = zero
+    for start in range(0, n, BLOCK):
+        own, rest = zero, one
+        for i in range(start, min(start + BLOCK, n)):
+            rest *= decays[i]
+            own = decays[i] * own
+            store(slope, i * width, own + rest * carried)
+            own = own + scale[i] * load(x, order[i] * width, lanes)
+        carried = own + rest * carried
+    carried, here = zero, zero
+    a = one
+    for start in range(n - 1, -1, -BLOCK):
+        own, rest = zero, one
+        for i in range(start, max(start - BLOCK, -1), -1):
+            rest *= a
+            own = a * (own + here)
+            a = decays[i]
+            right, left = own + rest * carried, load(slope, i * width, lanes)
+            here = scale[i] * load(x, order[i] * width, lanes)
+            store(y, i * width, left + right + here)
+            store(slope, i * width, right - left)
+        carried = own + rest * carried
+
+
+@part
+def multiply_with_slope_of_ties(kappa, x, order, scale, y, slope, lanes):  # type: ignore[no-untyped-def]
+    """The same where numbers are equal: between these the derivative is zero.
+
+    They must not push each other apart by the order they happen to stand in.
     """
     stand_alone()
     n, points, decays = kappa.n, kappa.points, kappa.decays

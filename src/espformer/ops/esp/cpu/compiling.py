@@ -16,7 +16,10 @@ from numba.core import event, types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.extending import intrinsic
 
-OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+# Arrays are not counted: kernels are given all the room that they need, and keep nothing. Counting
+# took longer than the work on short sequences, and is done with locks that threads wait for.
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}
+OPTIONS["no_cfunc_wrapper"] = True
 
 
 def _source_stamp() -> str:
@@ -72,8 +75,8 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def part(function: Callable[..., Any]) -> Any:
-    """A function that kernels call; it is compiled with them."""
-    return numba.njit(**OPTIONS)(function)
+    """A function that kernels call, and Python does not; it is compiled with them."""
+    return numba.njit(no_cpython_wrapper=True, **OPTIONS)(function)
 
 
 @intrinsic

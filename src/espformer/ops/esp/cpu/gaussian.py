@@ -64,12 +64,14 @@ def layout_of(n, lanes):  # type: ignore[no-untyped-def]
     return Layout(chunk, padded, states, stride, rows * stride, into, into + n * states)
 
 
-@part
-def size_of(count, lanes):  # type: ignore[no-untyped-def]
-    """Room for the coefficients of up to `count` ranks."""
-    states = 16 * len(lanes)
+def room_for(count: int, poles: int, width: int) -> tuple[int, int]:
+    """Numbers that the coefficients of up to `count` ranks take, and what products need beside."""
+    states = 2 * poles
     stride = max(SHORT + 8, CHUNK + states)
-    return 2 * (count + 4) * stride + count * states + (count // CHUNK + 1) * 2 * states
+    coefficients = 2 * (count + 4) * stride + count * states + (count // CHUNK + 2) * 2 * states
+    # A chunk with its states; what arrives from the left; the states of one side, or of `stretch`.
+    beside = stride + (count // CHUNK + 2) * states // 2 + 4 * states
+    return coefficients, beside * width + 2 * states
 
 
 @part
@@ -93,13 +95,15 @@ def _weigh(table, weights, lanes, re, im, out, at):  # type: ignore[no-untyped-d
 
 
 @part
-def set_chunks(table, lanes, points, n, inv_bandwidth, with_slope, coefficients):  # type: ignore[no-untyped-def]
-    """The coefficients of every rank, and what is left of states from chunk to chunk."""
+def set_chunks(table, lanes, points, n, inv_bandwidth, with_slope, coefficients, here):  # type: ignore[no-untyped-def]
+    """The coefficients of every rank, and what is left of states from chunk to chunk.
+
+    `here` is room for the numbers of one chunk.
+    """
     stand_alone()
     number = points.dtype.type
     at = layout_of(n, lanes)
     half = 8 * len(lanes)
-    here = np.empty(at.padded, points.dtype)
     for start in range(0, n, at.chunk):
         end = min(start + at.chunk, n)
         for i in range(at.padded):
@@ -242,10 +246,10 @@ def multiply(kappa, x, order, scale, y, slope, lanes):  # type: ignore[no-untype
     chunk, padded, quarter = at.chunk, at.padded, at.states // 4
     start_of_all = np.int64(0)  # a literal zero would be a type of its own, compiled once more
     count, many = -(-n // chunk), 2 * quarter  # chunks, and states of one side
-    z = np.empty(at.stride * width, y.dtype)
+    z = kappa.scratch
+    arriving = z[at.stride * width :]
+    state = arriving[count * many * width :]
     clear(z, at.stride * width)
-    arriving = np.empty(count * many * width, y.dtype)
-    state = np.empty(2 * many * width, y.dtype)
     clear(state, 2 * many * width)
     if quarter:
         for index in range(count):
@@ -279,9 +283,9 @@ def multiply_column(kappa, x, y):  # type: ignore[no-untyped-def]
     at = layout_of(n, lanes)
     chunk, padded, states = at.chunk, at.padded, at.states
     count, quarter = -(-n // chunk), states // 4
-    z = np.empty(at.stride, y.dtype)
+    z = kappa.scratch
+    arriving = z[at.stride :]
     clear(z, at.stride)
-    arriving = np.empty(count * 2 * quarter, y.dtype)
     zero = fill(y.dtype.type(0), lanes)
     for way in range(0 if states else 1, 2):  # to the right, then to the left
         re, im, lost_re, lost_im = zero, zero, zero, zero
@@ -338,10 +342,10 @@ def stretch(kappa, x, x_order, x_scale, p, p_order, p_scale, lanes):  # type: ig
     number = points.dtype.type
     width, half = 8 * len(lanes), 8 * len(kappa.lanes)
     poles = half // 2
-    state = np.empty(poles * 8 * width, points.dtype)
+    state = kappa.scratch
+    waves = state[poles * 8 * width :]
     clear(state, poles * 8 * width)
     pulls = fill(number(0), lanes)
-    waves = np.empty(2 * half, points.dtype)
     for i in range(n):
         x_row = x_scale[i] * load(x, x_order[i] * width, lanes)
         p_row = p_scale[i] * load(p, p_order[i] * width, lanes)

@@ -18,15 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 from espformer.ops.esp.cpu.compiling import kernel, part, stand_alone
-from espformer.ops.esp.cpu.kappa import (
-    multiply,
-    multiply_column,
-    multiply_with_slope,
-    new_kappa,
-    stretch,
-)
-from espformer.ops.esp.cpu.normalising import balance_gradient, balance_steps, room
+from espformer.ops.esp.cpu.kappa import multiply, multiply_column, multiply_with_slope, stretch
+from espformer.ops.esp.cpu.normalising import balance_gradient, balance_steps
 from espformer.ops.esp.cpu.rows import (
+    add_crossed_products,
     add_products,
     add_products_with_tokens,
     clear,
@@ -34,17 +29,28 @@ from espformer.ops.esp.cpu.rows import (
     copy,
     couple,
     couple_back,
-    new_blocks,
-    numbered,
-    ones,
+    cross,
+    number_ranks,
     pack,
     scatter,
+    set_ones,
     squared_norms,
     unpack,
     weighted_product,
 )
 from espformer.ops.esp.cpu.simd import LANES
-from espformer.ops.esp.cpu.soft_plan import couple_column, mix_squares, plan_of, row_sums
+from espformer.ops.esp.cpu.soft_plan import (
+    D_K_ROWS,
+    D_Q_ROWS,
+    K_ROWS,
+    Q_ROWS,
+    RANKS,
+    UNIT,
+    couple_column,
+    mix_squares,
+    plan_of,
+    row_sums,
+)
 
 
 class SideGradient(NamedTuple):
@@ -62,13 +68,12 @@ LEFT, LEFT_SLOPE, RIGHT, RIGHT_SLOPE, FROM_LEFT, FROM_RIGHT, PRODUCT, PRODUCT_SL
 
 
 @part
-def form_gradient(plan, x, y, weight, settings, rows, numbers, unit, ranks, slopes, outs, lanes):  # type: ignore[no-untyped-def]
+def form_gradient(plan, x, y, weight, settings, rows, numbers, unit, slopes, outs, lanes):  # type: ignore[no-untyped-def]
     """Of ``weight F_l(X, Y)`` of one block, what can be said of the products with X and Y.
 
     Adds to `slopes` and `outs`, one for either side. Leaves the upstream gradients in the rows
     FROM_LEFT (e) and FROM_RIGHT (h), with their scales in `numbers`. Gives back F_l(X, Y).
     """
-    stand_alone()
     n, m = plan.kappa_q.n, plan.kappa_k.n
     left, right = rows[LEFT], rows[RIGHT]
     if settings.slopes:
@@ -96,11 +101,13 @@ def form_gradient(plan, x, y, weight, settings, rows, numbers, unit, ranks, slop
     for i in range(n):
         h_scale[i] *= weight
     if settings.slopes:
-        one = unit.dtype.type(1)
-        add_products(left, h_rows, n, met_right, weight, outs[0], lanes)
-        add_products(right, e_rows, m, met_left, weight, outs[1], lanes)
-        add_products(rows[LEFT_SLOPE], h_rows, n, h_scale, one, slopes[0], lanes)
-        add_products(rows[RIGHT_SLOPE], e_rows, m, e_scale, one, slopes[1], lanes)
+        add_products(
+            left, rows[LEFT_SLOPE], h_rows, n, met_right, weight, outs[0], h_scale, slopes[0], lanes
+        )
+        add_products(
+            right, rows[RIGHT_SLOPE], e_rows, m, met_left, weight, outs[1], e_scale, slopes[1],
+            lanes,
+        )  # fmt: skip
     return found
 
 
@@ -112,7 +119,6 @@ def pull_back(
 
     Gives back the gradient of inv_bandwidth, if that is wanted; `ins` and `d_x` may be empty.
     """
-    stand_alone()
     n, one, product = kappa.n, unit.dtype.type(1), rows[PRODUCT]
     if settings.slopes:
         multiply_with_slope(kappa, p, ranks, p_scale, product, rows[PRODUCT_SLOPE], lanes)
@@ -130,26 +136,24 @@ def pull_back(
 
 @kernel
 def plans_gradient(
-    h0, h1, l0, l1, table, poles, settings, queries, keys, pairs, x, y, centre, weights,
-    q_grad, k_grad, forms, d_x, d_y, lanes,
+    h0, h1, l0, l1, settings, queries, keys, pairs, x, y, centre, weights, q_grad, k_grad, forms,
+    d_x, d_y, room, lanes,
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """Gradients of ``Σ_l weights_l F_l(X - centre, Y - centre)``, and the forms F_l, (batch, L).
 
     Adds to `q_grad` and `k_grad`, writes d_x (batch, N, d), unless it is empty, and d_y.
     """
-    rows_x, rows_y = x.shape[1], y.shape[1]
-    number, most = x.dtype, max(rows_x, rows_y)
-    x_blocks = new_blocks(rows_x, x.shape[2], number, lanes)
-    y_blocks = new_blocks(rows_y, y.shape[2], number, lanes)
-    d_x_blocks = new_blocks(rows_x if d_x.shape[1] else 0, x.shape[2], number, lanes)
-    d_y_blocks = new_blocks(rows_y, y.shape[2], number, lanes)
-    rows = np.empty((8, most * 8 * len(lanes)), number)
-    unit, ranks, empty = ones(most, number), numbered(most), np.empty(0, number)
-    e_scale, h_scale = np.empty(most, number), np.empty(most, number)
-    q_room, k_room = new_kappa(table, poles, rows_x), new_kappa(table, poles, rows_y)
-    is_coupled = pairs.rows.shape[1] > 0
+    unit, ranks = set_ones(room.columns[0, UNIT]), number_ranks(room.integers[RANKS])
+    e_scale, h_scale, rows = room.columns[0, 2], room.columns[0, 3], room.rows
+    x_blocks, y_blocks = room.blocks[Q_ROWS], room.blocks[K_ROWS]
+    d_x_blocks, d_y_blocks = room.blocks[D_Q_ROWS], room.blocks[D_K_ROWS]
+    nothing = unit[:0]
+    e_rows, h_rows = rows[LEFT], rows[RIGHT]
+    if pairs.rows.shape[1]:
+        e_rows, h_rows = rows[FROM_LEFT], rows[FROM_RIGHT]
     for head in range(h0, h1):
-        clear_blocks(d_x_blocks)
+        if d_x.shape[1]:
+            clear_blocks(d_x_blocks)
         clear_blocks(d_y_blocks)
         takes_part = queries.lengths[head] > 0 and keys.lengths[head] > 0
         if takes_part:
@@ -160,24 +164,22 @@ def plans_gradient(
             # A slice without weight, dropped or dear, has no gradient.
             if not takes_part or weights[head, l] == 0:
                 continue
-            plan = plan_of(settings, q_room, k_room, unit, queries, keys, pairs, head, l)
+            plan = plan_of(settings, queries, keys, pairs, head, l, room)
             slopes = q_grad.slopes[head, l], k_grad.slopes[head, l]
             outs = q_grad.scales_out[head, l], k_grad.scales_out[head, l]
-            q_ins, k_ins = empty, empty
-            if q_grad.scales_in.shape[1]:
+            q_ins, k_ins = nothing, nothing
+            if settings.balanced and settings.slopes:
                 q_ins, k_ins = q_grad.scales_in[head, l], k_grad.scales_in[head, l]
-            e_rows, h_rows = rows[LEFT], rows[RIGHT]
-            if is_coupled:
-                e_rows, h_rows = rows[FROM_LEFT], rows[FROM_RIGHT]
-            for block in range(len(x_blocks)):
+            for block in range(x_blocks.shape[0]):
                 forms[head, l] += form_gradient(
                     plan, x_blocks[block], y_blocks[block], weights[head, l], settings, rows,
-                    (e_scale, h_scale), unit, ranks, slopes, outs, lanes,
+                    (e_scale, h_scale), unit, slopes, outs, lanes,
                 )  # fmt: skip
                 if settings.slopes or d_x.shape[1]:
+                    d_x_block = d_x_blocks[block] if d_x.shape[1] else nothing
                     q_grad.inv_bandwidth[head, l] += pull_back(
                         plan.kappa_q, x_blocks[block], plan.q_order, plan.q_in, h_rows, ranks,
-                        h_scale, rows, settings, unit, slopes[0], q_ins, d_x_blocks[block], lanes,
+                        h_scale, rows, settings, unit, slopes[0], q_ins, d_x_block, lanes,
                     )  # fmt: skip
                 k_grad.inv_bandwidth[head, l] += pull_back(
                     plan.kappa_k, y_blocks[block], plan.k_order, plan.k_in, e_rows, ranks,
@@ -188,31 +190,30 @@ def plans_gradient(
         unpack(d_y_blocks, d_y[head], lanes)
 
 
-# Rows of the room for what is one number per rank, on one side: ‖x‖² of the tokens and its
+# Rows of the room for what is one number per rank, on either side: ‖x‖² of the tokens and its
 # gradient, A1, what ranks receive of the other side's A1 and its gradient, and rooms.
-SQUARES, D_SQUARES, SUMS, MET, D_MET, AT_RANK, MIXED, D_SCALE = range(8)
+SQUARES, D_SQUARES, SUMS, MET, D_MET, AT_RANK, MIXED, D_SCALE = range(2, 10)
 
-# Rows of the room for pairs (x, p) of products κx and their upstream gradients, which pull at the
-# points: x and p, a product, and the slopes of either. Their columns are the balancing steps and
-# where these start, or the normalisation, first; then squares and row sums.
-OPERANDS, GRADIENTS, PAIR_PRODUCT, SLOPES, OTHER_SLOPES = range(5)
-COLUMNS = LANES[16]
-WIDTH, OF_SQUARES, OF_SUMS = 16, 14, 15
+# Pairs (x, p) of products κx and their upstream gradients, which pull at the points, are columns of
+# one row: first all x, then all p. They are the balancing steps and where these start, or the
+# normalisation; then squares and row sums. There is room for their products and slopes.
+PAIRS, PAIR_PRODUCTS, PAIR_SLOPES = range(3)
+COLUMNS = LANES[32]
+WIDTH, OF_SQUARES, OF_SUMS, GRADIENTS = 32, 14, 15, 16
 
 
 @part
 def squares_gradient(kappa, order, scale_in, scale_out, weight, columns, pairs, d_out, d_in):  # type: ignore[no-untyped-def]
     """Of ``weight Σ_n out_n (κ in ‖x‖²)_n met_n``; `d_out` and `d_in` may be empty."""
-    stand_alone()
     at_rank, mixed = columns[AT_RANK], columns[MIXED]
     mix_squares(kappa, order, scale_in, columns[SQUARES], at_rank, mixed)
     for i in range(kappa.n):
-        pairs[OPERANDS, i * WIDTH + OF_SQUARES] = at_rank[i]
+        pairs[PAIRS, i * WIDTH + OF_SQUARES] = at_rank[i]
         if len(d_out):
             d_out[i] += weight * columns[MET, i] * mixed[i]
         columns[D_MET, i] = weight * scale_out[i] * mixed[i]
         at_rank[i] = weight * scale_out[i] * columns[MET, i]
-        pairs[GRADIENTS, i * WIDTH + OF_SQUARES] = at_rank[i]
+        pairs[PAIRS, i * WIDTH + GRADIENTS + OF_SQUARES] = at_rank[i]
     multiply_column(kappa, at_rank, mixed)
     for i in range(kappa.n):
         columns[D_SQUARES, order[i]] += scale_in[i] * mixed[i]
@@ -223,13 +224,12 @@ def squares_gradient(kappa, order, scale_in, scale_out, weight, columns, pairs, 
 @part
 def sums_gradient(kappa, scale_in, scale_out, columns, pairs, d_sums, d_out, d_in):  # type: ignore[no-untyped-def]
     """Of the row sums ``out κ in``; they are constant unless balanced."""
-    stand_alone()
     at_rank, mixed = columns[AT_RANK], columns[MIXED]
     for i in range(kappa.n):
         d_out[i] += d_sums[i] * columns[SUMS, i] / scale_out[i]
         at_rank[i] = d_sums[i] * scale_out[i]
-        pairs[OPERANDS, i * WIDTH + OF_SUMS] = scale_in[i]
-        pairs[GRADIENTS, i * WIDTH + OF_SUMS] = at_rank[i]
+        pairs[PAIRS, i * WIDTH + OF_SUMS] = scale_in[i]
+        pairs[PAIRS, i * WIDTH + GRADIENTS + OF_SUMS] = at_rank[i]
     multiply_column(kappa, at_rank, mixed)
     for i in range(kappa.n):
         d_in[i] += mixed[i]
@@ -240,7 +240,6 @@ def scales_gradient(
     kappa, scale_out, balanced, exponents, unit, columns, pairs, steps, d_out, d_in
 ):  # type: ignore[no-untyped-def]
     """From the gradient of the scales to pairs that pull at the points."""
-    stand_alone()
     if balanced:
         x, r = steps[0], steps[1]
         balance_steps(kappa, unit, exponents, x, r, columns[MIXED])
@@ -248,29 +247,27 @@ def scales_gradient(
             columns[D_SCALE, i] = d_out[i] + d_in[i]
         balance_gradient(
             kappa, exponents, x, r, columns[D_SCALE], columns[AT_RANK], columns[MIXED],
-            pairs[OPERANDS], pairs[GRADIENTS], WIDTH,
+            pairs[PAIRS], WIDTH, GRADIENTS,
         )  # fmt: skip
     else:
         for i in range(kappa.n):
-            pairs[OPERANDS, i * WIDTH] = 1
-            pairs[GRADIENTS, i * WIDTH] = -d_out[i] * scale_out[i] * scale_out[i]
+            pairs[PAIRS, i * WIDTH] = 1
+            pairs[PAIRS, i * WIDTH + GRADIENTS] = -d_out[i] * scale_out[i] * scale_out[i]
 
 
 @part
 def let_pairs_pull(kappa, order, pairs, slopes, ranks, unit, settings, d_points):  # type: ignore[no-untyped-def]
     """Brings the slopes of one slice to its tokens; gives back the gradient of inv_bandwidth."""
-    stand_alone()
-    n, one = kappa.n, unit.dtype.type(1)
-    operands, gradients = pairs[OPERANDS], pairs[GRADIENTS]
-    for operand, other, row in ((operands, gradients, SLOPES), (gradients, operands, OTHER_SLOPES)):
-        found = pairs[row]
-        multiply_with_slope(kappa, operand, ranks, unit, pairs[PAIR_PRODUCT], found, COLUMNS)
-        add_products(found, other, n, unit, one, slopes, COLUMNS)
+    n, own, found = kappa.n, pairs[PAIRS], pairs[PAIR_SLOPES]
+    multiply_with_slope(kappa, own, ranks, unit, pairs[PAIR_PRODUCTS], found, COLUMNS)
+    add_crossed_products(own, found, n, slopes, COLUMNS)  # x · κ'p + p · κ'x
     for i in range(n):
         d_points[order[i]] = kappa.inv_bandwidth * slopes[i]
     if settings.stretched:
-        return stretch(kappa, operands, ranks, unit, gradients, ranks, unit, COLUMNS)
-    return 0 * one
+        cross(own, n, pairs[PAIR_PRODUCTS], COLUMNS)  # every pair twice, as (x, p) and (p, x)
+        crossed = pairs[PAIR_PRODUCTS]
+        return stretch(kappa, own, ranks, unit, crossed, ranks, unit, COLUMNS) / 2
+    return 0 * slopes[0]
 
 
 @part
@@ -284,32 +281,19 @@ def add_squares(rows, centre, d_squares, d_rows):  # type: ignore[no-untyped-def
 
 @kernel
 def finish_gradient(
-    h0, h1, l0, l1, table, poles, settings, queries, keys, pairs, query, key, centre, d_costs,
-    q_grad, k_grad, d_query, d_key, d_query_points, d_key_points,
+    h0, h1, l0, l1, settings, queries, keys, pairs, query, key, centre, d_costs,
+    q_grad, k_grad, d_query_points, d_key_points, d_query, d_key, room,
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """Gradients of what is one number per rank: squares, row sums, scales; then of the points.
 
     `d_costs` (batch, L) is empty without costs; `d_query` and `d_key` are added to.
     """
-    rows, columns, number = query.shape[1], key.shape[1], query.dtype
+    rows, columns = query.shape[1], key.shape[1]
     with_costs, balanced = d_costs.shape[1] > 0, settings.balanced
-    most, steps = max(rows, columns), len(settings.exponents) + 1 if balanced else 0
-    q, k = np.empty((8, room(rows)), number), np.empty((8, room(columns)), number)
-    for row in range(8):
-        for i in range(q.shape[1]):
-            q[row, i] = 1
-        for i in range(k.shape[1]):
-            k[row, i] = 1
-    q_pairs = np.empty((5, rows * WIDTH), number)
-    k_pairs = np.empty((5, columns * WIDTH), number)
-    clear_blocks(q_pairs)
-    clear_blocks(k_pairs)
-    q_steps = np.empty((2, steps, room(rows)), number)
-    k_steps = np.empty((2, steps, room(columns)), number)
-    unit, ranks, empty = ones(most, number), numbered(most), np.empty(0, number)
-    q_room, k_room = new_kappa(table, poles, rows), new_kappa(table, poles, columns)
-    q_blocks = new_blocks(rows, query.shape[2], number, COLUMNS)
-    k_blocks = new_blocks(columns, key.shape[2], number, COLUMNS)
+    q, k = room.columns[0], room.columns[1]
+    q_pairs, k_pairs = room.pairs[0], room.pairs[1]
+    unit, ranks, nothing = set_ones(q[UNIT]), number_ranks(room.integers[RANKS]), q[UNIT, :0]
+    q_blocks, k_blocks = room.blocks[Q_ROWS], room.blocks[K_ROWS]
     for head in range(h0, h1):
         n, m = queries.lengths[head], keys.lengths[head]
         if n == 0 or m == 0:
@@ -322,11 +306,11 @@ def finish_gradient(
             clear(q[D_SQUARES], rows)
             clear(k[D_SQUARES], columns)
         for l in range(l0, l1):
-            plan = plan_of(settings, q_room, k_room, unit, queries, keys, pairs, head, l)
+            plan = plan_of(settings, queries, keys, pairs, head, l, room)
             kappa_q, kappa_k = plan.kappa_q, plan.kappa_k
             q_outs, k_outs = q_grad.scales_out[head, l], k_grad.scales_out[head, l]
-            q_ins, k_ins = empty, empty
-            if q_grad.scales_in.shape[1]:
+            q_ins, k_ins = nothing, nothing
+            if balanced and settings.slopes:
                 q_ins, k_ins = q_grad.scales_in[head, l], k_grad.scales_in[head, l]
             if with_costs:
                 weight = d_costs[head, l] / n
@@ -352,11 +336,11 @@ def finish_gradient(
                     )
             if settings.slopes:
                 scales_gradient(
-                    kappa_q, plan.q_out, balanced, settings.exponents, unit, q, q_pairs, q_steps,
+                    kappa_q, plan.q_out, balanced, settings.exponents, unit, q, q_pairs, room.steps,
                     q_outs, q_ins,
                 )  # fmt: skip
                 scales_gradient(
-                    kappa_k, plan.k_out, balanced, settings.exponents, unit, k, k_pairs, k_steps,
+                    kappa_k, plan.k_out, balanced, settings.exponents, unit, k, k_pairs, room.steps,
                     k_outs, k_ins,
                 )  # fmt: skip
                 q_grad.inv_bandwidth[head, l] += let_pairs_pull(

@@ -12,7 +12,6 @@ import torch
 
 from espformer.ops.esp.cpu import absolute, gaussian
 from espformer.ops.esp.cpu.compiling import part
-from espformer.ops.esp.cpu.rows import zeros
 from espformer.ops.esp.cpu.simd import LANES
 from espformer.ops.esp.exponentials import exponential_sum
 
@@ -48,33 +47,29 @@ class Kappa(NamedTuple):
     n: int
     inv_bandwidth: float
     is_gaussian: bool
+    tied: bool  # whether any two numbers are equal; not looked at if it is Gaussian
     points: np.ndarray  # (n,), ascending
     decays: np.ndarray  # (n,): of the absolute metric, see `absolute`
     coefficients: np.ndarray  # of the squared one, see `gaussian`
+    scratch: np.ndarray  # for its products
     table: np.ndarray
     lanes: tuple[int, ...]
 
 
 @part
-def new_kappa(table, lanes, count):  # type: ignore[no-untyped-def]
-    """Room for the kernels of `count` numbers."""
-    decays = zeros(-(-count // 16) * 16, table.dtype)
-    many = gaussian.size_of(count, lanes) if len(table) else 0
-    coefficients = zeros(many, table.dtype)
-    return Kappa(0, table.dtype.type(1), False, decays, decays, coefficients, table, lanes)
-
-
-@part
-def set_kappa(room, points, n, inv_bandwidth, hard, average, with_slope):  # type: ignore[no-untyped-def]
-    """The kernel of n sorted numbers, in the room of another."""
-    table, lanes = room.table, room.lanes
-    is_gaussian = len(table) > 0 and not hard
+def set_kappa(
+    points, n, inv_bandwidth, hard, average, with_slope, table, lanes, decays, coefficients, scratch
+):  # type: ignore[no-untyped-def]
+    """The kernel of n sorted numbers; what it consists of is written to the last three."""
+    is_gaussian, tied = len(table) > 0 and not hard, False
     if is_gaussian:
-        gaussian.set_chunks(table, lanes, points, n, inv_bandwidth, with_slope, room.coefficients)
+        gaussian.set_chunks(
+            table, lanes, points, n, inv_bandwidth, with_slope, coefficients, scratch
+        )
     else:
-        absolute.set_decays(points, n, inv_bandwidth, hard, average, room.decays)
+        tied = absolute.set_decays(points, n, inv_bandwidth, hard, average, decays)
     return Kappa(
-        n, inv_bandwidth, is_gaussian, points, room.decays, room.coefficients, table, lanes
+        n, inv_bandwidth, is_gaussian, tied, points, decays, coefficients, scratch, table, lanes
     )
 
 
@@ -92,6 +87,8 @@ def multiply_with_slope(kappa, x, order, scale, y, slope, lanes):  # type: ignor
     """`multiply`, and its derivative in ``s_n · inv_bandwidth``."""
     if kappa.is_gaussian:
         gaussian.multiply(kappa, x, order, scale, y, slope, lanes)
+    elif kappa.tied:
+        absolute.multiply_with_slope_of_ties(kappa, x, order, scale, y, slope, lanes)
     else:
         absolute.multiply_with_slope(kappa, x, order, scale, y, slope, lanes)
 

@@ -57,11 +57,11 @@ def balance_steps(kappa, ones, exponents, x, r, spare):  # type: ignore[no-untyp
 
 
 @part
-def balance_gradient(kappa, exponents, x, r, dx, spare, other, operands, gradients, width):  # type: ignore[no-untyped-def]
+def balance_gradient(kappa, exponents, x, r, dx, spare, other, pairs, width, gradients):  # type: ignore[no-untyped-def]
     """Goes back through `balance_steps` from ``dx``, which is overwritten.
 
     Every product κx with an upstream gradient p is a pair of columns that pulls at the points: it
-    is written to the first columns of `operands` and `gradients`, rows of `width` numbers.
+    is written to `pairs`, rows of `width` numbers, the gradients after so many operands.
     """
     stand_alone()
     n = kappa.n
@@ -72,12 +72,12 @@ def balance_gradient(kappa, exponents, x, r, dx, spare, other, operands, gradien
             dr = -exponents[step] * x[step + 1, i] / r[step, i] * dx[i]
             spare[i] = dr * x[step, i]
             dx[i] = (dx[i] * x[step + 1, i] + dr * r[step, i]) / x[step, i]
-            operands[i * width + step] = x[step, i]
-            gradients[i * width + step] = spare[i]
+            pairs[i * width + step] = x[step, i]
+            pairs[i * width + gradients + step] = spare[i]
         multiply_column(kappa, spare, other)
         for i in range(n):
             dx[i] += other[i]
     half = exponents.dtype.type(-0.5)
     for i in range(n):
-        operands[i * width + steps] = 1
-        gradients[i * width + steps] = half * x[0, i] / r[steps, i] * dx[i]
+        pairs[i * width + steps] = 1
+        pairs[i * width + gradients + steps] = half * x[0, i] / r[steps, i] * dx[i]

@@ -24,8 +24,10 @@ from espformer.ops.esp.cpu.kappa import table_of
 from espformer.ops.esp.cpu.simd import LANES
 from espformer.ops.esp.cpu.soft_plan import Pairs, Settings, Side
 from espformer.ops.esp.cpu.threads import run, shares
+from espformer.ops.esp.cpu.workspace import new_workspace
 
 OPTIONS = 6  # the last arguments of `cpu_attend`
+PAIR_LANES = gradients.COLUMNS
 DIFFERENTIABLE = 7  # the first: query, key, value, points of both, inv_bandwidth, slice_logits
 
 
@@ -55,14 +57,57 @@ def _new_side(points: Tensor) -> list[Tensor]:
 
 
 def _settings(
-    inv_bandwidth: Tensor, balance: str, hard: bool, ties: str,
+    inv_bandwidth: Tensor, metric: str, balance: str, hard: bool, ties: str,
     slopes: bool = False, stretched: bool = False,
 ) -> Settings:  # fmt: skip
-    exponents = np.array(chebyshev_exponents(), _array(inv_bandwidth).dtype)
+    table, poles = table_of(metric, inv_bandwidth.dtype)
+    exponents = np.array(chebyshev_exponents(), table.dtype)
     balanced = balance == "both" and not hard
     return Settings(
-        _array(inv_bandwidth), hard, ties == "average", balanced, slopes, stretched, exponents
-    )
+        _array(inv_bandwidth), hard, ties == "average", balanced, slopes, stretched, exponents,
+        table, poles,
+    )  # fmt: skip
+
+
+class _Work:
+    """One call, in shares: kernels run with the plans of a share, and room to work in."""
+
+    def __init__(
+        self, settings: Settings, q_points: Tensor, k_points: Tensor, multiplications: int
+    ) -> None:
+        heads, slices, tokens = q_points.shape
+        self.settings, self.dtype = settings, q_points.dtype
+        self.tokens = max(tokens, k_points.shape[-1])
+        amount = heads * slices * self.tokens * multiplications
+        self.shares = shares(heads, slices, amount)
+        self.parts = 1 + max((share.part for share in self.shares), default=0)
+
+    def run(
+        self, kernel: Any, *operands: Any, sums: tuple[Tensor, ...] = (), width: int = 0,
+        pairs: bool = False,
+    ) -> None:  # fmt: skip
+        """Runs a kernel: settings, operands, what it adds to, room, and lanes for `width` columns.
+
+        `sums` have one part for every share of a head.
+        """
+        operands = tuple(_array(x) if isinstance(x, Tensor) else x for x in operands)
+        lanes = PAIR_LANES if pairs else _lanes(width)
+        steps = len(self.settings.exponents) + 1 if self.settings.balanced else 0
+
+        def arguments(index: int) -> tuple[Any, ...]:
+            room = new_workspace(
+                self.tokens, self.settings.table, columns=width, lanes=lanes, steps=steps,
+                pairs=pairs,
+            )  # fmt: skip
+            own = (_array(x[self.shares[index].part]) for x in sums)
+            last = () if pairs or not width else (lanes,)
+            return self.settings, *operands, *own, room, *last
+
+        run(kernel, self.shares, arguments)
+
+    def zeros(self, like: Tensor, wanted: bool = True) -> Tensor:
+        """Room for the partial sums of as many shares as there are of a head."""
+        return like.new_zeros(self.parts, *(like.shape if wanted else (len(like), 0, 0)))
 
 
 def _pairs(
@@ -74,12 +119,6 @@ def _pairs(
         return Pairs(_array(found.rows), _array(found.columns), _array(found.weights))
     none = torch.empty(len(lengths[0]), 0, dtype=torch.int64)
     return Pairs(_array(none), _array(none), _array(none.to(dtype)))
-
-
-def _multiplications(numbers: Tensor, other: Tensor, *widths: int) -> int:
-    """About how many a pass over rows of these widths takes."""
-    heads, slices, tokens = numbers.shape
-    return heads * slices * max(tokens, other.shape[-1]) * sum(widths)
 
 
 @operator("cpu_attend")
@@ -94,38 +133,30 @@ def attend(
     """``N · G V`` (batch, N, d); the weights of the slices; two sides (see `Side`).
 
     `query_points` (batch, L, N) and `key_points` are what is sorted, `inv_bandwidth` is (batch,),
-    `slice_logits` (batch, L), `centre` (batch, m). `coupling` is empty if
-    every sequence has as many queries as keys.
+    `slice_logits` (batch, L), `centre` (batch, m). `coupling` is empty if every sequence has as
+    many queries as keys.
     """
     heads, slices, tokens = query_points.shape
-    table, poles = table_of(metric, query.dtype)
-    settings = _settings(inv_bandwidth, balance, hard, ties)
+    settings = _settings(inv_bandwidth, metric, balance, hard, ties)
     q_parts, k_parts = _new_side(query_points), _new_side(key_points)
     queries, keys = _side(q_parts), _side(k_parts)
     width = value.shape[-1] + (query.shape[-1] if tau else 0)
-    work = shares(heads, slices, _multiplications(query_points, key_points, width))
-    for numbers, mask, side in (
-        (query_points, query_mask, queries), (key_points, key_mask, keys),
-    ):  # fmt: skip
-        operands = table, poles, settings, _array(numbers), _mask(mask, heads), side
-        run(soft_plan.sort_side, work, lambda _, operands=operands: operands)
+    work = _Work(settings, query_points, key_points, width)
+    work.run(soft_plan.sort_side, query_points, _mask(query_mask, heads), queries)
+    work.run(soft_plan.sort_side, key_points, _mask(key_mask, heads), keys)
     pairs = _pairs(coupling, (q_parts[0], k_parts[0]), tokens, key_points.shape[-1], query.dtype)
-    plan = table, poles, settings, queries, keys, pairs
+    plan = queries, keys, pairs
     costs = query.new_zeros(heads, slices)
     if tau:
-        clouds = *(_array(x) for x in (query, key, centre, costs)), _lanes(query.shape[-1])
-        run(soft_plan.slice_costs, work, lambda _: (*plan, *clouds))
+        work.run(soft_plan.slice_costs, *plan, query, key, centre, costs, width=query.shape[-1])
     logits = -tau * costs
     weights = (logits if slice_logits is None else logits + slice_logits).softmax(-1)
-    partial = value.new_empty(
-        1 + max(x.part for x in work) if work else 1, heads, tokens, value.shape[-1]
+    out = work.zeros(value.new_empty(heads, tokens, value.shape[-1]))
+    origin = value.new_zeros(heads, value.shape[-1])
+    work.run(
+        soft_plan.apply_plans, *plan, value, weights, origin, sums=(out,), width=value.shape[-1]
     )
-    rows = _array(value), _array(weights)
-    run(
-        soft_plan.apply_plans, work,
-        lambda part: (*plan, *rows, _array(partial[part]), _lanes(value.shape[-1])),
-    )  # fmt: skip
-    return _add_up(partial), weights, *q_parts, *k_parts  # type: ignore[return-value]
+    return _add_up(out), weights, *q_parts, *k_parts  # type: ignore[return-value]
 
 
 def _add_up(partial: Tensor) -> Tensor:
@@ -165,62 +196,43 @@ def attend_backward(
     (with `width`, which needs slopes), slice_logits; what is not wanted is empty.
     """
     heads, slices, tokens = q_points.shape
-    table, poles = table_of(metric, query.dtype)
-    settings = _settings(inv_bandwidth, balance, hard, ties, slopes, width)
+    settings = _settings(inv_bandwidth, metric, balance, hard, ties, slopes, width)
     queries = _side([q_lengths, q_order, q_points, q_scales])
     keys = _side([k_lengths, k_order, k_points, k_scales])
     pairs = _pairs(coupling, (q_lengths, k_lengths), tokens, k_points.shape[-1], query.dtype)
-    plan = table, poles, settings, queries, keys, pairs
-    amount = value.shape[-1] + (query.shape[-1] if costs else 0)
-    work = shares(heads, slices, 4 * _multiplications(q_points, k_points, amount))
-    parts = 1 + max(x.part for x in work) if work else 1
-    q_grad, k_grad = (_new_gradient(x, slopes, settings.balanced) for x in (q_points, k_points))
-    d_value = value.new_zeros(parts, *value.shape)
-    forms = weights.new_zeros(weights.shape)
-    nowhere = value.new_zeros(heads, value.shape[-1])
-    none = value.new_zeros(heads, 0, value.shape[-1])
-    rows = tuple(_array(x) for x in (upstream, value, nowhere, weights))
-    run(
-        gradients.plans_gradient, work,
-        lambda part: (
-            *plan, *rows, q_grad, k_grad, _array(forms), _array(none),
-            _array(d_value[part]), _lanes(value.shape[-1]),
-        ),
+    plan = queries, keys, pairs
+    columns = value.shape[-1] + (query.shape[-1] if costs else 0)
+    work = _Work(settings, q_points, k_points, 4 * columns)
+    sides = tuple(_new_gradient(x, slopes, settings.balanced) for x in (q_points, k_points))
+    d_value, forms = work.zeros(value), torch.zeros_like(weights)
+    origin = value.new_zeros(heads, value.shape[-1])
+    work.run(
+        gradients.plans_gradient, *plan, upstream, value, origin, weights, *sides, forms,
+        sums=(work.zeros(value, wanted=False), d_value), width=value.shape[-1],
     )  # fmt: skip
-    d_query, d_key = (query.new_zeros(parts, *x.shape) if costs else None for x in (query, key))
-    d_costs = weights.new_zeros(heads, 0)
+    d_query, d_key = (work.zeros(x, wanted=costs) for x in (query, key))
     d_logits = weights * (forms - (weights * forms).sum(-1, keepdim=True))
+    d_costs = -tau * d_logits if costs else weights.new_zeros(heads, 0)
     if costs:
-        d_costs = -tau * d_logits
         share = -2 * d_costs / q_lengths.clamp(min=1).unsqueeze(-1)
-        clouds = tuple(_array(x) for x in (query, key, centre, share))
-        run(
-            gradients.plans_gradient, work,
-            lambda part: (
-                *plan, *clouds, q_grad, k_grad, _array(torch.empty_like(forms)),
-                _array(d_query[part]), _array(d_key[part]), _lanes(query.shape[-1]),
-            ),
+        work.run(
+            gradients.plans_gradient, *plan, query, key, centre, share, *sides,
+            torch.zeros_like(forms), sums=(d_query, d_key), width=query.shape[-1],
         )  # fmt: skip
     d_points = [
         torch.zeros_like(x) if slopes else x.new_zeros(heads, 0, 0) for x in (q_points, k_points)
     ]
     if costs or slopes:
-        spots = [
-            x if x is not None else query.new_zeros(parts, heads, 0, 0) for x in (d_query, d_key)
-        ]
-        operands = tuple(_array(x) for x in (query, key, centre, d_costs))
-        run(
-            gradients.finish_gradient, work,
-            lambda part: (
-                *plan, *operands, q_grad, k_grad, *(_array(x[part]) for x in spots),
-                *(_array(x) for x in d_points),
-            ),
+        work.run(
+            gradients.finish_gradient, *plan, query, key, centre, d_costs, *sides, *d_points,
+            sums=(d_query, d_key), width=query.shape[-1], pairs=True,
         )  # fmt: skip
-    found = [_add_up(x) if x is not None else query.new_empty(0) for x in (d_query, d_key, d_value)]
-    found += [x if slopes else query.new_empty(0) for x in d_points]
-    d_width = query.new_empty(0)
+    nothing = query.new_empty(0)
+    found = [_add_up(x) if costs else nothing for x in (d_query, d_key)] + [_add_up(d_value)]
+    found += [x if slopes else nothing for x in d_points]
+    d_width = nothing
     if width:
-        d_width = torch.from_numpy((q_grad.inv_bandwidth + k_grad.inv_bandwidth).sum(-1))
+        d_width = torch.from_numpy(sum(side.inv_bandwidth for side in sides).sum(-1))
     return *found, d_width, d_logits  # type: ignore[return-value]
 
 

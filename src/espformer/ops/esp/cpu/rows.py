@@ -6,20 +6,13 @@ matrix is filled up with zeros.
 
 from __future__ import annotations
 
-import numpy as np
-
 from espformer.ops.esp.cpu.compiling import part, stand_alone
-from espformer.ops.esp.cpu.simd import fill, load, store, total
-
-
-@part
-def count_blocks(columns, lanes):  # type: ignore[no-untyped-def]
-    return -(-columns // (8 * len(lanes)))
+from espformer.ops.esp.cpu.simd import fill, load, store, swap_halves, total
 
 
 @part
 def clear(x, count):  # type: ignore[no-untyped-def]
-    """Zeros; loops like this one compile in a fraction of the time of ``x[:count] = 0``."""
+    """Zeros; a loop compiles in a fraction of the time of ``x[:count] = 0``."""
     for i in range(count):
         x[i] = 0
 
@@ -31,40 +24,24 @@ def copy(x, count, y):  # type: ignore[no-untyped-def]
 
 
 @part
-def zeros(count, dtype):  # type: ignore[no-untyped-def]
-    x = np.empty(count, dtype)
-    clear(x, count)
-    return x
-
-
-@part
-def ones(count, dtype):  # type: ignore[no-untyped-def]
-    x = np.empty(count, dtype)
-    for i in range(count):
+def set_ones(x):  # type: ignore[no-untyped-def]
+    for i in range(len(x)):
         x[i] = 1
     return x
 
 
 @part
-def numbered(count):  # type: ignore[no-untyped-def]
+def number_ranks(x):  # type: ignore[no-untyped-def]
     """0, 1, 2, …"""
-    x = np.empty(count, np.int32)
-    for i in range(count):
+    for i in range(len(x)):
         x[i] = i
     return x
 
 
 @part
-def new_blocks(rows, columns, dtype, lanes):  # type: ignore[no-untyped-def]
-    """Zeros: (blocks, rows · lanes)."""
-    blocks = np.empty((count_blocks(columns, lanes), rows * 8 * len(lanes)), dtype)
-    clear_blocks(blocks)
-    return blocks
-
-
-@part
 def clear_blocks(blocks):  # type: ignore[no-untyped-def]
-    for block in range(len(blocks)):
+    stand_alone()
+    for block in range(blocks.shape[0]):
         for i in range(blocks.shape[1]):
             blocks[block, i] = 0
 
@@ -73,22 +50,24 @@ def clear_blocks(blocks):  # type: ignore[no-untyped-def]
 def pack(matrix, centre, blocks, lanes):  # type: ignore[no-untyped-def]
     """Copies ``matrix - centre`` into blocks."""
     stand_alone()
-    stand_alone()
     rows, columns = matrix.shape
     width = 8 * len(lanes)
-    for block in range(len(blocks)):
+    for block in range(blocks.shape[0]):
         start = block * width
         many = min(width, columns - start)
         for i in range(rows):
             for j in range(many):
                 blocks[block, i * width + j] = matrix[i, start + j] - centre[start + j]
+            for j in range(many, width):
+                blocks[block, i * width + j] = 0
 
 
 @part
 def unpack(blocks, matrix, lanes):  # type: ignore[no-untyped-def]
+    stand_alone()
     rows, columns = matrix.shape
     width = 8 * len(lanes)
-    for block in range(len(blocks)):
+    for block in range(blocks.shape[0]):
         start = block * width
         many = min(width, columns - start)
         for i in range(rows):
@@ -103,7 +82,7 @@ def squared_norms(blocks, n, squares, lanes):  # type: ignore[no-untyped-def]
     stand_alone()
     width = 8 * len(lanes)
     clear(squares, n)
-    for block in range(len(blocks)):
+    for block in range(blocks.shape[0]):
         for i in range(n):
             row = load(blocks[block], i * width, lanes)
             squares[i] += total(row * row)
@@ -156,13 +135,14 @@ def weighted_product(x, y, n, scale, lanes):  # type: ignore[no-untyped-def]
 
 
 @part
-def add_products(x, y, n, scale, weight, out, lanes):  # type: ignore[no-untyped-def]
-    """``out_n += weight scale_n x_n · y_n``."""
+def add_products(x, p, y, n, scale, weight, out, p_scale, p_out, lanes):  # type: ignore[no-untyped-def]
+    """``out_n += weight scale_n x_n · y_n`` and ``p_out_n += p_scale_n p_n · y_n``."""
     stand_alone()
     width = 8 * len(lanes)
     for i in range(n):
-        found = total(load(x, i * width, lanes) * load(y, i * width, lanes))
-        out[i] += weight * scale[i] * found
+        row = load(y, i * width, lanes)
+        out[i] += weight * scale[i] * total(load(x, i * width, lanes) * row)
+        p_out[i] += p_scale[i] * total(load(p, i * width, lanes) * row)
 
 
 @part
@@ -173,3 +153,20 @@ def add_products_with_tokens(x, order, y, n, scale, out, lanes):  # type: ignore
     for i in range(n):
         found = total(load(x, order[i] * width, lanes) * load(y, i * width, lanes))
         out[i] += scale[i] * found
+
+
+@part
+def add_crossed_products(x, y, n, out, lanes):  # type: ignore[no-untyped-def]
+    """``out_n += x_n · y_n``, with the halves of x crossed."""
+    stand_alone()
+    width = 8 * len(lanes)
+    for i in range(n):
+        out[i] += total(swap_halves(load(x, i * width, lanes)) * load(y, i * width, lanes))
+
+
+@part
+def cross(x, n, y, lanes):  # type: ignore[no-untyped-def]
+    """Copies rows with their halves crossed."""
+    width = 8 * len(lanes)
+    for i in range(n):
+        store(y, i * width, swap_halves(load(x, i * width, lanes)))

@@ -13,22 +13,20 @@ from typing import NamedTuple
 import numpy as np
 
 from espformer.ops.esp.cpu.compiling import kernel, part, stand_alone
-from espformer.ops.esp.cpu.kappa import multiply, multiply_column, new_kappa, set_kappa
-from espformer.ops.esp.cpu.normalising import balance_steps, room, row_scales
+from espformer.ops.esp.cpu.kappa import Kappa, multiply, multiply_column, set_kappa
+from espformer.ops.esp.cpu.normalising import balance_steps, row_scales
 from espformer.ops.esp.cpu.rows import (
     clear,
     clear_blocks,
     copy,
     couple,
-    new_blocks,
-    numbered,
-    ones,
+    number_ranks,
     pack,
     scatter,
+    set_ones,
     squared_norms,
     unpack,
     weighted_product,
-    zeros,
 )
 from espformer.ops.esp.cpu.sort import sort_tokens
 
@@ -60,13 +58,15 @@ class Settings(NamedTuple):
     slopes: bool  # a gradient of the points is wanted
     stretched: bool  # one of inv_bandwidth, too
     exponents: np.ndarray  # of the balancing steps
+    table: np.ndarray  # of poles
+    poles: tuple[int, ...]  # lanes for them
 
 
 class Plan(NamedTuple):
     """``q_in κ_q q_out T k_out κ_k k_in``: the plan of one slice, for rows of tokens."""
 
-    kappa_q: tuple
-    kappa_k: tuple
+    kappa_q: Kappa
+    kappa_k: Kappa
     q_order: np.ndarray
     k_order: np.ndarray
     q_in: np.ndarray
@@ -76,35 +76,44 @@ class Plan(NamedTuple):
     pairs: Pairs
 
 
+# Rows of the room for columns; `gradients` has rows of its own, for either side.
+MID, UNIT, Q_SPARE, K_SPARE, Q_SUMS, K_SUMS, Q_SQUARES, K_SQUARES, AT_RANK, MIXED = range(10)
+
+TOKENS, SPARE, COUNTS, RANKS = range(4)  # rows of the room for integers
+Q_ROWS, K_ROWS, D_Q_ROWS, D_K_ROWS = range(4)  # of the room for blocks
+
+
 @part
-def plan_of(settings, q_room, k_room, unit, queries, keys, pairs, head, l):  # type: ignore[no-untyped-def]
-    """The plan of a slice; its kernels live in the rooms."""
-    stand_alone()
-    n, m = queries.lengths[head], keys.lengths[head]
-    width, hard, average = settings.inv_bandwidth[head], settings.hard, settings.average
-    kappa_q = set_kappa(q_room, queries.points[head, l], n, width, hard, average, settings.slopes)
-    kappa_k = set_kappa(k_room, keys.points[head, l], m, width, hard, average, settings.slopes)
+def kappa_of(settings, side, head, l, room, which):  # type: ignore[no-untyped-def]
+    """The kernel of one side of a slice."""
+    return set_kappa(
+        side.points[head, l], side.lengths[head], settings.inv_bandwidth[head], settings.hard,
+        settings.average, settings.slopes, settings.table, settings.poles, room.decays[which],
+        room.coefficients[which], room.scratch,
+    )  # fmt: skip
+
+
+@part
+def plan_of(settings, queries, keys, pairs, head, l, room):  # type: ignore[no-untyped-def]
+    """The plan of a slice; its kernels live in the room."""
     q_out, k_out = queries.scales[head, l], keys.scales[head, l]
+    unit = room.columns[0, UNIT]
     q_in, k_in = (q_out, k_out) if settings.balanced else (unit, unit)
-    own = Pairs(pairs.rows[head], pairs.columns[head], pairs.weights[head])
+    first, second = np.int64(0), np.int64(1)
     return Plan(
-        kappa_q, kappa_k, queries.order[head, l], keys.order[head, l],
-        q_in, q_out, k_in, k_out, own,
+        kappa_of(settings, queries, head, l, room, first),
+        kappa_of(settings, keys, head, l, room, second),
+        queries.order[head, l], keys.order[head, l], q_in, q_out, k_in, k_out,
+        Pairs(pairs.rows[head], pairs.columns[head], pairs.weights[head]),
     )  # fmt: skip
 
 
 @kernel
-def sort_side(h0, h1, l0, l1, table, poles, settings, numbers, mask, side):  # type: ignore[no-untyped-def]
+def sort_side(h0, h1, l0, l1, settings, numbers, mask, side, room):  # type: ignore[no-untyped-def]
     """Sorts (batch, L, N) numbers of the tokens that take part, and finds the scales of κ."""
-    count = numbers.shape[2]
-    tokens, spare = numbered(count), np.empty(count, np.int32)
-    keys, spare_keys = np.empty(count, np.uint64), np.empty(count, np.uint64)
-    unit = ones(count, numbers.dtype)
-    kappa_room = new_kappa(table, poles, count)
-    steps = len(settings.exponents)
-    kept = (steps + 1 if settings.balanced else 0, room(count))
-    x, r = np.empty(kept, numbers.dtype), np.empty(kept, numbers.dtype)
-    powers = np.empty(room(count), numbers.dtype)
+    count, steps = numbers.shape[2], len(settings.exponents)
+    tokens, unit = number_ranks(room.integers[TOKENS]), set_ones(room.columns[0, UNIT])
+    first = np.int64(0)
     for head in range(h0, h1):
         n = count
         if mask.shape[1] > 0:
@@ -117,17 +126,17 @@ def sort_side(h0, h1, l0, l1, table, poles, settings, numbers, mask, side):  # t
         if n == 0:
             continue
         for l in range(l0, l1):
-            order, points, scales = side.order[head, l], side.points[head, l], side.scales[head, l]
-            sort_tokens(numbers[head, l], tokens, n, order, points, keys, spare_keys, spare)
-            kappa = set_kappa(
-                kappa_room, points, n, settings.inv_bandwidth[head],
-                settings.hard, settings.average, settings.slopes,
+            sort_tokens(
+                numbers[head, l], tokens, n, side.order[head, l], side.points[head, l],
+                room.keys, room.integers[SPARE], room.integers[COUNTS],
             )  # fmt: skip
+            kappa = kappa_of(settings, side, head, l, room, first)
             if settings.balanced:
-                balance_steps(kappa, unit, settings.exponents, x, r, powers)
-                copy(x[steps], n, scales)
+                x, r = room.steps[0], room.steps[1]
+                balance_steps(kappa, unit, settings.exponents, x, r, room.columns[0, MIXED])
+                copy(x[steps], n, side.scales[head, l])
             else:
-                row_scales(kappa, unit, scales)
+                row_scales(kappa, unit, side.scales[head, l])
 
 
 @part
@@ -146,43 +155,58 @@ def couple_column(targets, sources, weights, x, y):  # type: ignore[no-untyped-d
 @part
 def row_sums(kappa, scale_in, scale_out, balanced, sums):  # type: ignore[no-untyped-def]
     """``A1``: all ones if rows are normalised, nearly so if balanced."""
-    stand_alone()
     if balanced:
         multiply_column(kappa, scale_in, sums)
-        for i in range(kappa.n):
-            sums[i] *= scale_out[i]
+    for i in range(kappa.n):
+        sums[i] = sums[i] * scale_out[i] if balanced else 1
 
 
 @part
 def mix_squares(kappa, order, scale_in, squares, at_rank, mixed):  # type: ignore[no-untyped-def]
     """``κ diag(in) ‖x‖²``, in rank order."""
-    stand_alone()
     for i in range(kappa.n):
         at_rank[i] = scale_in[i] * squares[order[i]]
     multiply_column(kappa, at_rank, mixed)
 
 
+@part
+def column_costs(plan, balanced, columns):  # type: ignore[no-untyped-def]
+    """``Σ_n (A‖q‖²) (TB1) + (TᵀA1) (B‖k‖²)``."""
+    q_sums, k_sums, own = columns[Q_SUMS], columns[K_SUMS], plan.pairs
+    row_sums(plan.kappa_q, plan.q_in, plan.q_out, balanced, q_sums)
+    row_sums(plan.kappa_k, plan.k_in, plan.k_out, balanced, k_sums)
+    met_q = couple_column(own.rows, own.columns, own.weights, k_sums, columns[Q_SPARE])
+    met_k = couple_column(own.columns, own.rows, own.weights, q_sums, columns[K_SPARE])
+    at_rank, mixed = columns[AT_RANK], columns[MIXED]
+    cost = 0 * mixed[0]
+    mix_squares(plan.kappa_q, plan.q_order, plan.q_in, columns[Q_SQUARES], at_rank, mixed)
+    for i in range(plan.kappa_q.n):
+        cost += plan.q_out[i] * mixed[i] * met_q[i]
+    mix_squares(plan.kappa_k, plan.k_order, plan.k_in, columns[K_SQUARES], at_rank, mixed)
+    for i in range(plan.kappa_k.n):
+        cost += plan.k_out[i] * mixed[i] * met_k[i]
+    return cost
+
+
+@part
+def meet(plan, mid):  # type: ignore[no-untyped-def]
+    """The scale of ranks where both sides meet: both of theirs, or what the coupling left."""
+    for i in range(plan.kappa_q.n):
+        mid[i] = plan.q_out[i] if len(plan.pairs.rows) else plan.q_out[i] * plan.k_out[i]
+
+
 @kernel
 def slice_costs(
-    h0, h1, l0, l1, table, poles, settings, queries, keys, pairs, query, key, centre, costs, lanes
+    h0, h1, l0, l1, settings, queries, keys, pairs, query, key, centre, costs, room, lanes
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """``D_l = (1/n) Σ_n [(A‖q‖²) (TB1) + (TᵀA1) (B‖k‖²) - 2 (AQ) · (TBK)]``, (batch, L).
 
     Both clouds are moved by `centre`, (batch, m), which changes no difference.
     """
-    rows, columns, width = query.shape[1], key.shape[1], 8 * len(lanes)
-    number = query.dtype
-    q_blocks = new_blocks(rows, query.shape[2], number, lanes)
-    k_blocks = new_blocks(columns, key.shape[2], number, lanes)
-    y_q, y_k = np.empty(rows * width, number), np.empty(columns * width, number)
-    coupled = np.empty(rows * width if pairs.rows.shape[1] else 0, number)
-    most = max(rows, columns)
-    unit, mid = ones(most, number), np.empty(most, number)
-    at_rank, mixed = np.empty(most, number), np.empty(most, number)
-    q_squares, k_squares = np.empty(rows, number), np.empty(columns, number)
-    q_sums, k_sums = ones(rows, number), ones(columns, number)
-    q_spare, k_spare = ones(rows, number), ones(columns, number)
-    q_room, k_room = new_kappa(table, poles, rows), new_kappa(table, poles, columns)
+    columns = room.columns[0]
+    set_ones(columns[UNIT])
+    q_blocks, k_blocks = room.blocks[Q_ROWS], room.blocks[K_ROWS]
+    y_q, y_k, coupled, mid = room.rows[0], room.rows[1], room.rows[2], columns[MID]
     for head in range(h0, h1):
         n, m = queries.lengths[head], keys.lengths[head]
         if n == 0 or m == 0:
@@ -191,65 +215,47 @@ def slice_costs(
             continue
         pack(query[head], centre[head], q_blocks, lanes)
         pack(key[head], centre[head], k_blocks, lanes)
-        squared_norms(q_blocks, rows, q_squares, lanes)
-        squared_norms(k_blocks, columns, k_squares, lanes)
+        squared_norms(q_blocks, query.shape[1], columns[Q_SQUARES], lanes)
+        squared_norms(k_blocks, key.shape[1], columns[K_SQUARES], lanes)
         for l in range(l0, l1):
-            plan = plan_of(settings, q_room, k_room, unit, queries, keys, pairs, head, l)
-            row_sums(plan.kappa_q, plan.q_in, plan.q_out, settings.balanced, q_sums)
-            row_sums(plan.kappa_k, plan.k_in, plan.k_out, settings.balanced, k_sums)
-            own = plan.pairs
-            met_q = couple_column(own.rows, own.columns, own.weights, k_sums, q_spare)
-            met_k = couple_column(own.columns, own.rows, own.weights, q_sums, k_spare)
-            cost = number.type(0)
-            mix_squares(plan.kappa_q, plan.q_order, plan.q_in, q_squares, at_rank, mixed)
-            for i in range(n):
-                cost += plan.q_out[i] * mixed[i] * met_q[i]
-            mix_squares(plan.kappa_k, plan.k_order, plan.k_in, k_squares, at_rank, mixed)
-            for i in range(m):
-                cost += plan.k_out[i] * mixed[i] * met_k[i]
-            is_coupled = len(plan.pairs.rows) > 0
-            for i in range(n):
-                mid[i] = plan.q_out[i] if is_coupled else plan.q_out[i] * plan.k_out[i]
-            for block in range(len(q_blocks)):
+            plan = plan_of(settings, queries, keys, pairs, head, l, room)
+            cost = column_costs(plan, settings.balanced, columns)
+            meet(plan, mid)
+            for block in range(q_blocks.shape[0]):
                 multiply(plan.kappa_q, q_blocks[block], plan.q_order, plan.q_in, y_q, lanes)
                 multiply(plan.kappa_k, k_blocks[block], plan.k_order, plan.k_in, y_k, lanes)
-                if is_coupled:
+                met = y_k
+                if len(plan.pairs.rows):
                     couple(y_k, plan.k_out, plan.pairs, coupled, n, lanes)
-                cost -= 2 * weighted_product(y_q, coupled if is_coupled else y_k, n, mid, lanes)
+                    met = coupled
+                cost -= 2 * weighted_product(y_q, met, n, mid, lanes)
             costs[head, l] = cost / n
 
 
 @kernel
 def apply_plans(
-    h0, h1, l0, l1, table, poles, settings, queries, keys, pairs, value, weights, out, lanes
+    h0, h1, l0, l1, settings, queries, keys, pairs, value, weights, centre, out, room, lanes
 ):  # type: ignore[no-untyped-def] # fmt: skip
-    """``Σ_l weights_l A_lᵀ T B_l V``: values (batch, M, d) to (batch, N, d)."""
-    rows, columns, width = out.shape[1], value.shape[1], 8 * len(lanes)
-    number = value.dtype
-    v_blocks = new_blocks(columns, value.shape[2], number, lanes)
-    out_blocks = new_blocks(rows, value.shape[2], number, lanes)
-    y_k, y_q = np.empty(columns * width, number), np.empty(rows * width, number)
-    coupled = np.empty(rows * width if pairs.rows.shape[1] else 0, number)
-    most = max(rows, columns)
-    unit, mid = ones(most, number), np.empty(most, number)
-    ranks, no_centre = numbered(most), zeros(value.shape[2], number)
-    q_room, k_room = new_kappa(table, poles, rows), new_kappa(table, poles, columns)
+    """``Σ_l weights_l A_lᵀ T B_l (V - centre)``: values (batch, M, d) to (batch, N, d)."""
+    set_ones(room.columns[0, UNIT])
+    ranks, mid = number_ranks(room.integers[RANKS]), room.columns[0, MID]
+    v_blocks, out_blocks = room.blocks[K_ROWS], room.blocks[D_Q_ROWS]
+    y_q, y_k, coupled = room.rows[0], room.rows[1], room.rows[2]
     for head in range(h0, h1):
         n, m = queries.lengths[head], keys.lengths[head]
-        if n == 0 or m == 0:
-            clear_blocks(out[head])
-            continue
-        pack(value[head], no_centre, v_blocks, lanes)
         clear_blocks(out_blocks)
+        pack(value[head], centre[head], v_blocks, lanes)
         for l in range(l0, l1):
-            plan = plan_of(settings, q_room, k_room, unit, queries, keys, pairs, head, l)
-            is_coupled = len(plan.pairs.rows) > 0
-            for i in range(n):
-                mid[i] = plan.q_out[i] if is_coupled else plan.q_out[i] * plan.k_out[i]
-            for block in range(len(v_blocks)):
+            if n == 0 or m == 0 or weights[head, l] == 0:  # no token, or a slice that was dropped
+                continue
+            plan = plan_of(settings, queries, keys, pairs, head, l, room)
+            meet(plan, mid)
+            for block in range(v_blocks.shape[0]):
                 multiply(plan.kappa_k, v_blocks[block], plan.k_order, plan.k_in, y_k, lanes)
-                if is_coupled:
+                met = y_k
+                if len(plan.pairs.rows):
                     couple(y_k, plan.k_out, plan.pairs, coupled, n, lanes)
-                multiply(plan.kappa_q, coupled if is_coupled else y_k, ranks, mid, y_q, lanes)
+                    met = coupled
+                multiply(plan.kappa_q, met, ranks, mid, y_q, lanes)
                 scatter(y_q, n, plan.q_order, plan.q_in, weights[head, l], out_blocks[block], lanes)
         unpack(out_blocks, out[head], lanes)

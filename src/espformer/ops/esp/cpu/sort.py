@@ -14,7 +14,7 @@ from numba.core.extending import intrinsic
 
 from espformer.ops.esp.cpu.compiling import part, stand_alone
 
-FEW = 96  # numbers whose ranks are counted
+FEW = 72  # numbers whose ranks are counted
 
 
 @intrinsic
@@ -30,11 +30,11 @@ def _bits(typingctx, x):  # type: ignore[no-untyped-def]
 
 
 @part
-def sort_tokens(numbers, tokens, n, order, points, keys, spare_keys, spare):  # type: ignore[no-untyped-def]
+def sort_tokens(numbers, tokens, n, order, points, keys, spare, counts):  # type: ignore[no-untyped-def]
     """Writes the tokens in ascending order of their numbers to `order`, and these to `points`.
 
-    `tokens` are the n that take part, ascending; equal numbers keep their order. `keys`,
-    `spare_keys` (uint64) and `spare` (int32) are room for n each.
+    `tokens` are the n that take part, ascending; equal numbers keep their order. `keys` (uint64) is
+    room for twice n, `spare` (int32) for n, and `counts` for 256 times 8.
     """
     stand_alone()
     zero = numbers.dtype.type(0)
@@ -48,46 +48,46 @@ def sort_tokens(numbers, tokens, n, order, points, keys, spare_keys, spare):  # 
         for i in range(n):
             key = keys[i]
             rank = 0
-            for j in range(i):
-                rank += keys[j] <= key
-            for j in range(i + 1, n):
-                rank += keys[j] < key
+            for j in range(n):
+                rank += (keys[j] < key) | ((keys[j] == key) & (j < i))
             order[rank] = tokens[i]
     else:
         for i in range(n):
             order[i] = tokens[i]
-        _sort_by_digits(keys, order, spare_keys, spare, n, np.int64(numbers.itemsize))
+        _sort_by_digits(keys, order, spare, counts, n, np.int64(numbers.itemsize))
     for i in range(n):
         points[i] = numbers[order[i]]
 
 
 @part
-def _sort_by_digits(keys, order, spare_keys, spare, n, digits):  # type: ignore[no-untyped-def]
-    """Sorts by the lowest `digits` bytes."""
+def _sort_by_digits(keys, order, spare, counts, n, digits):  # type: ignore[no-untyped-def]
+    """Sorts by the lowest `digits` bytes, to and fro between `order` and `spare`."""
     stand_alone()
-    counts = np.zeros((digits, 256), np.int32)
+    for i in range(256 * digits):
+        counts[i] = 0
     for i in range(n):
         key = keys[i]
         for digit in range(digits):
-            counts[digit, (key >> np.uint64(8 * digit)) & np.uint64(255)] += 1
-    moved = False
+            counts[256 * digit + np.int64((key >> np.uint64(8 * digit)) & np.uint64(255))] += 1
+    source, target = 0, n  # where in `keys` the numbers stand, and go
     for digit in range(digits):
-        shift = np.uint64(8 * digit)
-        count = counts[digit]
-        source_keys, source = (spare_keys, spare) if moved else (keys, order)
-        if count[(source_keys[0] >> shift) & np.uint64(255)] == n:
+        shift, base = np.uint64(8 * digit), 256 * digit
+        if counts[base + np.int64((keys[source] >> shift) & np.uint64(255))] == n:
             continue  # all have the same digit here
-        first = np.int32(0)
-        for value in range(256):
-            count[value], first = first, first + count[value]
-        target_keys, target = (keys, order) if moved else (spare_keys, spare)
+        first = 0
+        for value in range(base, base + 256):
+            counts[value], first = first, first + counts[value]
         for i in range(n):
-            key = source_keys[i]
-            value = (key >> shift) & np.uint64(255)
-            place = count[value]
-            count[value] = place + 1
-            target_keys[place], target[place] = key, source[i]
-        moved = not moved
-    if moved:
+            key = keys[source + i]
+            value = base + np.int64((key >> shift) & np.uint64(255))
+            place = counts[value]
+            counts[value] = place + 1
+            keys[target + place] = key
+            if source == 0:
+                spare[place] = order[i]
+            else:
+                order[place] = spare[i]
+        source, target = target, source
+    if source:
         for i in range(n):
             order[i] = spare[i]

@@ -74,20 +74,20 @@ _pool = _Pool()
 
 
 def run(kernel: Callable[..., Any], work: list[Share], arguments: Callable[[int], tuple]) -> None:
-    """``kernel(h0, h1, l0, l1, *arguments(part))`` for every share of the work."""
+    """``kernel(h0, h1, l0, l1, *arguments(i))`` for every share i of the work."""
 
-    def one(share: Share) -> None:
-        kernel(*share[:4], *arguments(share.part))
+    def one(index: int) -> None:
+        kernel(*work[index][:4], *arguments(index))
 
     threads = min(len(work), torch.get_num_threads())
     if threads < 2:
-        for share in work:
-            one(share)
+        for index in range(len(work)):
+            one(index)
         return
     executor = _pool.of(threads - 1)
-    waiting = [executor.submit(one, share) for share in work[1:]]
+    waiting = [executor.submit(one, index) for index in range(1, len(work))]
     try:
-        one(work[0])
+        one(0)
     finally:
         for future in waiting:
             future.result()
