@@ -10,7 +10,6 @@ from espformer.ops.esp.cpu import operators
 from espformer.ops.esp.linear import same_lengths
 from espformer.ops.esp.problem import Problem
 
-
 FAR = 128.0  # bandwidths, over which exp(-x) falls below every float32 number
 
 
