@@ -102,7 +102,7 @@ def assert_same(
     t = float(torch.as_tensor(options.get("sort_temperature", 0.3)).min())
     if options.get("temperature_unit", "spread") == "spread" and metric == "squared":
         t = t**2
-    floor = 1e-3 + (1e-6 / t if metric == "absolute" else 1e-2 / t**0.5)
+    floor = 1e-2 + (1e-6 / t if metric == "absolute" else 1e-2 / t**0.5)
     floor *= max(1.0, float(query.abs().max()), float(key.abs().max()))
     if options.get("temperature_unit", "spread") == "spread":  # points are divided by it
         sides = ((query, options.get("query_mask")), (key, options.get("key_mask")))

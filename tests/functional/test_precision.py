@@ -30,6 +30,7 @@ def test_float32_against_float64(metric, balance, t, n):
     """The same rounded inputs in both: what differs is arithmetic."""
     query, key, value = (x.float() for x in tokens(1, 2, n=n))
     options = {"metric": metric, "balance": balance, "sort_temperature": t, "scale": 0.5}
+    options["temperature_unit"] = "absolute"  # in which differences are not rounded
     single = esp_attention(query, key, value, backend="linear", **options)
     double = esp_attention(query.double(), key.double(), value.double(), backend="dense", **options)
     # Halving is exact, so all that is lost is what float32 loses on differences; for |x|/t at
@@ -45,6 +46,7 @@ def test_float32_against_float64(metric, balance, t, n):
 def test_gradients_in_float32(metric, balance, t):
     inputs = [x.float() for x in tokens(1, 2, n=150)]
     options = {"metric": metric, "balance": balance, "scale": 0.5}
+    options["temperature_unit"] = "absolute"
     single = differentiate(*inputs, sort_temperature=torch.tensor(t), backend="linear", **options)
     double = differentiate(
         *(x.double() for x in inputs), sort_temperature=torch.tensor(t).double(), backend="dense",

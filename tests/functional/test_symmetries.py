@@ -121,6 +121,7 @@ def test_a_large_inverse_temperature_picks_the_cheapest_slice(backend, hard):
     key = query[torch.randperm(20)] + torch.tensor([0.0, 9.0, 0.0, 0.0])
     key[:, 2:] = torch.randn(20, 2, dtype=torch.float64)
     options = {"hard": hard, "sort_temperature": 1e-3, "backend": backend}
+    options["temperature_unit"] = "absolute"
     axes = torch.eye(4, dtype=torch.float64)
     alone = [esp_attention(query, key, value, slices=axes[l : l + 1], **options) for l in range(4)]
     distances = (query[:, None] - key).square().sum(-1)

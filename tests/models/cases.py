@@ -21,7 +21,7 @@ MECHANISMS: dict[str, Callable[[], Mechanism]] = {
     "sinkhorn": lambda: Sinkhorn(iterations=4),
     "esp": lambda: ESP(),
     "esp-both": lambda: ESP(balance="both"),
-    "esp-hard": lambda: ESP(hard=True),
+    "esp-hard": lambda: ESP(hard=True, inverse_temperature=0.1),
     "differential-softmax": lambda: Differential(Softmax(), lambda_init="depth"),
     "differential-esp": lambda: Differential(ESP(), lambda_init=0.5),
 }

@@ -17,7 +17,6 @@ from espformer.functional.arguments import (
     runs_kernels,
     under_transforms,
 )
-from espformer.ops.common.exporting import is_exporting
 from espformer.ops.common.masks import zero_padding
 from espformer.ops.esp import linear, reference
 from espformer.ops.esp.options import Options, takes_options
@@ -68,7 +67,8 @@ def esp_attention(
         query_mask: ``(batch, N)``, True = takes part. Padded queries get zeros.
         key_mask: ``(batch, M)``; alone it also masks the queries if N = M. Every sequence is a
             measure of its own: a padded batch gives what each sequence alone gives.
-        backend: ``"linear"`` (plain torch), ``"triton"`` (fused kernels for CUDA tensors),
+        backend: ``"linear"`` (plain torch), ``"cpu"`` (kernels compiled by numba, many times as
+            fast, new: ask for them by name), ``"triton"`` (fused kernels for CUDA tensors),
             ``"dense"`` (Algorithm 1 as printed: O(L N²), for checks) or ``"auto"``: triton on a
             GPU, else linear. What the kernels do not cover (float64; heads wider than 256; hard
             sorting with averaged ties or N ≠ M; the interpolated coupling) is computed by
@@ -190,8 +190,8 @@ def _backend(name: str, backend: str, *tokens: Tensor) -> ModuleType:
     if under_transforms(name, backend, "dense") or backend == "dense":
         return reference
     device = tokens[0].device.type
-    if backend == "cpu" or (backend == "auto" and device == "cpu"):
-        return _cpu_kernels(name, backend, device)
+    if backend == "cpu":
+        return _cpu_kernels(name, device)
     if backend == "linear" or (backend == "auto" and device != "cuda"):
         return linear
     runs_kernels(name, *tokens)
@@ -208,20 +208,16 @@ def _backend(name: str, backend: str, *tokens: Tensor) -> ModuleType:
     return kernels
 
 
-def _cpu_kernels(name: str, backend: str, device: str) -> ModuleType:
-    """The compiled kernels; for ``"auto"`` the torch operator where they cannot run."""
+def _cpu_kernels(name: str, device: str) -> ModuleType:
+    """The compiled kernels for CPUs."""
     if device != "cpu":
         raise ValueError(
             f'{name}: backend="cpu" needs tensors on a CPU, got tensors on {device}; '
             'backend="auto" picks what fits the device'
         )
-    if backend == "auto" and is_exporting():  # a graph for other programs has plain operators
-        return linear
     try:
         from espformer.ops.esp import cpu
     except ImportError as error:
-        if backend == "auto":
-            return linear
         raise ImportError(
             'backend="cpu" needs numba (pip install "espformer[cpu]"); backend="linear" does not'
         ) from error

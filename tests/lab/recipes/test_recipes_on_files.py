@@ -46,6 +46,8 @@ def little(name):
     sizes = [f"model.{model}.{key}={value}" for key, value in SMALL[model].items()]
     if run.data.set.name == "modelnet40":
         sizes.append("data.set.modelnet40.points=128")
+    if "images" in run.data.set.arguments:
+        sizes.append("data.set.cats_dogs.images=40")
     return [*LITTLE[run.task], *sizes]
 
 

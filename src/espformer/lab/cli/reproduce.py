@@ -115,6 +115,7 @@ def recipes(
         print(Path(load_recipe(name).origins.file).read_text(encoding="utf-8"), end="")
         return
     table = Table("recipe", "what it is", "mechanisms", "settings", "runs")
+    table.columns[0].no_wrap = True
     for known in recipe_names():
         recipe = load_recipe(known)
         settings, labels = len(recipe.grid.settings), len(recipe.mechanisms)

@@ -27,7 +27,9 @@ __all__ = [
 
 # Where descriptions hold the arguments that were given, and no others.
 _GIVEN = (("mechanism",), ("model",), ("data", "set"))
-# Keys that may differ between two attempts at one run: they change who computes, not what.
+# What runs had that do not say it. Then:
+# keys that may differ between two attempts at one run: they change who computes, not what.
+_FORMER = (("temperature_unit", "absolute"), ("slicer", "axis"))
 _WHERE = (
     ("data", "workers"), ("data", "directory"), ("trainer", "accelerator"), ("trainer", "devices"),
     ("trainer", "strategy"), ("trainer", "checkpoint_minutes"), ("trainer", "compile"),
@@ -108,13 +110,13 @@ def changes(asked: dict[str, Any], there: dict[str, Any]) -> list[tuple[str, Any
 
     A switch that is off is the same as none, as in runs that are older than it; but not in
     arguments, of which only those are written down that were given. Runs that are older than the
-    unit of temperatures say none, and had absolute ones.
+    unit of temperatures say none, and had absolute ones along the axes.
     """
     ours, theirs = _flat(asked), _flat(there)
 
     def value(of: dict[tuple[str, ...], Any], key: tuple[str, ...]) -> Any:
         off = of.get(key) is False and not any(key[: len(part)] == part for part in _GIVEN)
-        former = key[-1:] == ("temperature_unit",) and of.get(key) == "absolute"
+        former = (key[-1], of.get(key)) in _FORMER if key else False
         return None if off or former else of.get(key)
 
     return [

@@ -141,8 +141,8 @@ def spread(points: Tensor, valid: Tensor | None) -> Tensor:
     """The standard deviation of the points of every slice, (batch, L, 1), never zero.
 
     It is measured in units of the largest point, so that no square leaves the range of float32.
-    Where all points are equal their differences are zero whatever they are divided by: a floor of a
-    few roundings keeps the quotient, and its gradient, finite.
+    Points that differ by a few roundings at most have no spread: their differences are zero,
+    whatever they are divided by, and a gradient of zero must not be blown up.
     """
     here = points if valid is None else torch.where(valid, points, 0)
     least = torch.finfo(points.dtype).tiny ** 0.75  # whose inverse, too, is far from the limits
@@ -153,4 +153,5 @@ def spread(points: Tensor, valid: Tensor | None) -> Tensor:
         count = valid.sum(-1, keepdim=True).clamp(min=1)
         centred = torch.where(valid, points - here.sum(-1, keepdim=True) / count, 0)
         variance = (centred / largest).square().sum(-1, keepdim=True) / count
-    return largest * variance.clamp(min=(8 * torch.finfo(points.dtype).eps) ** 2).sqrt()
+    spreads = variance > (8 * torch.finfo(points.dtype).eps) ** 2
+    return largest * torch.where(spreads, variance, 1).sqrt()

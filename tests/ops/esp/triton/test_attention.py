@@ -137,7 +137,7 @@ def test_plans_of_padded_tokens(options: dict[str, Any], keys: int) -> None:
 def test_equal_keys_do_not_push_each_other(metric: str) -> None:
     query, value = (torch.randn(1, 1, 13, n, device=DEVICE).half() for n in (1, 2))
     key = query.new_full((1, 1, 13, 1), 0.3).requires_grad_()
-    options = {"metric": metric, "sort_temperature": 1e-2, "inverse_temperature": 0.0}
+    options = {"metric": metric, "sort_temperature": 1e-2, "temperature_unit": "absolute"}
     out = espformer.esp_attention(query.requires_grad_(), key, value, backend="triton", **options)
     d_query, d_key = torch.autograd.grad(out, (query, key), torch.randn_like(out))
     assert d_key.abs().max() <= 2e-4 * d_query.abs().max()

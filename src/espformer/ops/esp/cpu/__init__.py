@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,10 @@ FAR = 128.0  # bandwidths, over which exp(-x) falls below every float32 number
 def attend(problem: Problem, value: Tensor) -> Tensor:
     """``N · G V``: (batch, N, d), in linear time and memory; a head that holds NaN is all NaN."""
     marker = problem.nonfinite_marker().view(-1, 1, 1)
-    problem, value = problem.scaled(), value.to(problem.dtype)
+    # A head that holds NaN computes with zeros: kernels share room to work in.
+    query, key = (x.masked_fill(marker.isnan(), 0) for x in (problem.query, problem.key))
+    problem = replace(problem, query=query, key=key).scaled()
+    value = value.to(problem.dtype)
     options = problem.options
     inv_bandwidth = problem.inv_bandwidth()
     masks = problem.query_mask, problem.key_mask
