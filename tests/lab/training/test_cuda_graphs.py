@@ -92,7 +92,7 @@ def test_recorded_as_plain(recipe, tmp_path, stand, more):
     a, b = (read_checkpoint(tmp_path / graph / "last.ckpt") for graph in results)
     for name, value in a["state_dict"].items():
         # Learning rates are float32 in a recorded step, and Adam makes much of small gradients.
-        torch.testing.assert_close(b["state_dict"][name], value, rtol=0, atol=1e-4, msg=name)
+        torch.testing.assert_close(b["state_dict"][name], value, rtol=0, atol=2e-3, msg=name)
     assert a["lr_schedulers"] == b["lr_schedulers"]
     assert a["optimizer_states"][0]["param_groups"] == b["optimizer_states"][0]["param_groups"]
     curves = [read_curves(tmp_path / graph) for graph in results]

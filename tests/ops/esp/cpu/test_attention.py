@@ -22,7 +22,7 @@ from tests.compare import (
 )
 
 
-@settings(max_examples=1500)
+@settings(max_examples=150)
 @given(
     metric=st.sampled_from(METRICS),
     balance=st.sampled_from(BALANCES),
