@@ -104,13 +104,17 @@ def assert_same(
         t = t**2
     floor = 1e-2 + (1e-6 / t if metric == "absolute" else 1e-2 / t**0.5)
     floor *= max(1.0, float(query.abs().max()), float(key.abs().max()))
+    rounding = 0.0
     if options.get("temperature_unit", "spread") == "spread":  # points are divided by it
         sides = ((query, options.get("query_mask")), (key, options.get("key_mask")))
-        floor /= min(1.0, *(_least_spread(x, mask, options.get("slices")) for x, mask in sides))
+        least = min(1.0, *(_least_spread(x, mask, options.get("slices")) for x, mask in sides))
+        floor *= 10 / least
+        largest = max(1.0, float(query.abs().max()), float(key.abs().max()))
+        rounding = 1e-14 * largest / (least * min(1.0, t))  # of quotients, in widths of the kernel
     assert_agree(
         differentiate(query, key, value, backend=backend, **options),
         differentiate(query, key, value, backend=oracle, **options),
-        output=slack * OUTPUT_TOLERANCE[metric],
+        output=slack * (OUTPUT_TOLERANCE[metric] + rounding),
         gradients=slack * GRADIENT_TOLERANCE[metric],
         floor=floor,
     )
