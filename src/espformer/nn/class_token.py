@@ -11,9 +11,8 @@ __all__ = ["ClassToken"]
 class ClassToken(Mechanism):
     """The first token attends to all tokens by softmax; the others attend to each other by `base`.
 
-    A doubly-stochastic plan gives every token one share of the others' mass, the class token too,
-    which has to read from all of them. Here it reads without taking part in the plan. It must not
-    be masked.
+    A doubly-stochastic plan gives every token one share of the others' mass, the class token too.
+    Here it reads from all of them without taking part in the plan. It must not be masked.
 
     Args:
         base: mechanism of the other tokens.
@@ -27,7 +26,7 @@ class ClassToken(Mechanism):
         True
 
     References:
-        LOTFormer: Doubly-stochastic linear attention via low-rank optimal transport, 2025.
+        LOTFormer, arXiv 2509.23436, treats its class token so.
     """
 
     def __init__(self, base: Mechanism) -> None:
