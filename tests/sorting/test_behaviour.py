@@ -144,7 +144,7 @@ EXTREMES = {
     "equal": [0.1] * 40,
     "zeros": [0.0] * 3,
     "tiny": [1e-30, 2e-30, -3e-30],
-    "huge": [1e15, 2e15, -3e15],
+    "huge": [1e30, 2e30, -3e30],
     "outlier": [1.0, 1.0, 1.0, 1e20],
     "near": [1 / 3 + i * 1e-7 for i in range(40)],
 }
