@@ -1,0 +1,244 @@
+"""Problems drawn at random, from a printed seed: output and every gradient against float64.
+
+By default one problem is drawn. For many,
+
+    ESPFORMER_DRAWN_SECONDS=400 python -m pytest -s tests/gpu/test_drawn.py
+
+draws until the seconds are over, and prints how many there were. ESPFORMER_DRAWN_SEED is another
+seed, ESPFORMER_DRAWN_ONLY the number of the one problem that is wanted. Most of the time goes to
+compiling, so problems come in families of `FAMILY`: widths, dtype and options are drawn once for
+each, lengths, heads and temperatures anew for every problem.
+"""
+
+import os
+import random
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import espformer
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("triton")
+
+SEED = int(os.environ.get("ESPFORMER_DRAWN_SEED", "0"))
+SECONDS = float(os.environ.get("ESPFORMER_DRAWN_SECONDS", "0"))
+ONLY = os.environ.get("ESPFORMER_DRAWN_ONLY")
+
+MOST_TOKENS, WIDTHS = 3000, range(8, 257, 8)
+FAMILY = 4
+# Elements of (heads, slices, N, M): what the dense oracle makes; and of (heads, slices, N, width),
+# which bounds the time and memory of the linear one.
+MOST_DENSE, MOST_ELEMENTS = 3 << 24, 1 << 26
+
+
+@dataclass
+class Drawn:
+    """One problem: sizes, and the options of the call."""
+
+    number: int
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    width: int
+    value_width: int
+    dtype: torch.dtype
+    slices: int | None  # how many are given
+    masks: str  # "none", "keys" or "both"
+    learnt_temperature: bool
+    slice_logits: bool
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def hard(self) -> bool:
+        """Whether a hard sort decides the output, or part of it."""
+        return bool(self.options.get("hard") or self.options.get("straight_through"))
+
+    @property
+    def elements(self) -> int:
+        widest = max(self.width, self.value_width)
+        ranks = max(self.queries, self.keys)
+        return self.batch * self.heads * (self.slices or self.width) * ranks * widest
+
+    @property
+    def oracle(self) -> str:
+        pairs = self.batch * self.heads * (self.slices or self.width) * self.queries * self.keys
+        return "dense" if pairs <= MOST_DENSE else "linear"
+
+    def tolerance(self, name: str) -> float:
+        """Allowed relative error: rounding, with room; a lost block of columns is far more."""
+        halves = self.dtype != torch.float32
+        bound = 1e-2 if halves else 2e-4
+        if self.options["metric"] == "squared":  # its sum of exponentials (docs/mathematics.md)
+            bound += (4e-6 if halves else 6e-8) * max(self.queries, self.keys)
+        if self.slices is not None and not halves:
+            bound = max(bound, 3e-3)  # projections that tie in float32 only have no slope
+        if name in ("slices", "slice_logits"):
+            bound *= 3
+        return 20 * bound if name == "sort_temperature" else bound  # forces of both signs add up
+
+
+def draw(number: int) -> Drawn:
+    family = random.Random(f"{SEED}/family/{number // FAMILY}")
+    rng = random.Random(f"{SEED}/{number}")
+    metric = family.choice(("absolute", "squared"))
+    options: dict[str, Any] = {
+        "metric": metric,
+        "temperature_unit": family.choice(("spread", "absolute")),
+        "balance": family.choice(("rows", "both")),
+    }
+    kind = family.random()
+    if kind < 0.15:
+        options["hard"] = True
+    elif kind < 0.3:
+        options["straight_through"] = family.choice((True, 0.5))
+    cross = family.random() < 0.3
+    coupling = family.choice(("quantile", "quantile", "identity", "interpolate"))
+    weighted = family.random() < 0.6
+    width, value_width = family.choice(WIDTHS), family.choice(WIDTHS)
+    given = family.random() < 1 / 3
+    drawn = Drawn(
+        number=number,
+        batch=rng.choice((1, 1, 2)),
+        heads=rng.choice((1, 2, 3)),
+        queries=round(MOST_TOKENS ** rng.random()),
+        keys=round(MOST_TOKENS ** rng.random()),
+        width=width,
+        value_width=value_width,
+        dtype=family.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)),
+        slices=rng.randint(1, 64) if given else None,
+        masks=family.choice(("none", "none", "keys", "both")),
+        learnt_temperature=family.random() < 0.4 and kind >= 0.15,
+        slice_logits=family.random() < 0.3,
+        options=options,
+    )
+    if cross:
+        options["coupling"] = coupling
+    else:
+        drawn.keys = drawn.queries
+    t = 10 ** rng.uniform(-1.3, 0)
+    in_squares = metric == "squared" and options["temperature_unit"] == "absolute"
+    options["sort_temperature"] = t**2 if in_squares else t
+    options["inverse_temperature"] = rng.choice((0.1, 1.0)) if weighted else 0.0
+    while drawn.elements > MOST_ELEMENTS and drawn.batch * drawn.heads > 1:
+        drawn.batch, drawn.heads = 1, max(1, drawn.heads - 1)
+    if drawn.elements > MOST_ELEMENTS:  # then not along all axes
+        slices = drawn.slices or drawn.width
+        drawn.slices = max(1, slices * MOST_ELEMENTS // drawn.elements)
+    if drawn.hard and drawn.slices is not None:  # projections that float32 can hold, or nearly
+        drawn.dtype = torch.bfloat16
+        options["scale"] = 0.25
+    return drawn
+
+
+def tensors(drawn: Drawn) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+    """What gradients flow to, the masks, and an upstream gradient."""
+    torch.manual_seed(SEED << 32 | drawn.number)
+
+    def tokens(count: int, width: int) -> Tensor:
+        return torch.randn(drawn.batch, drawn.heads, count, width, device="cuda").to(drawn.dtype)
+
+    leaves = {
+        "query": tokens(drawn.queries, drawn.width),
+        "key": tokens(drawn.keys, drawn.width),
+        "value": tokens(drawn.keys, drawn.value_width),
+    }
+    slices = drawn.slices or drawn.width
+    if drawn.slices is not None:
+        directions = torch.randn(drawn.heads, slices, drawn.width, device="cuda")
+        if drawn.hard:  # four columns each, by half: sums of 16-bit numbers that are not rounded
+            four = torch.rand_like(directions).topk(4, -1).indices
+            directions = torch.zeros_like(directions).scatter_(
+                -1, four, directions.gather(-1, four).sign() / 2
+            )
+        leaves["slices"] = torch.nn.functional.normalize(directions, dim=-1)
+    if drawn.slice_logits:
+        leaves["slice_logits"] = torch.randn(drawn.heads, slices, device="cuda")
+    if drawn.learnt_temperature:
+        t = torch.full((drawn.heads,), drawn.options["sort_temperature"], device="cuda")
+        leaves["sort_temperature"] = t * torch.linspace(1, 1.5, drawn.heads, device="cuda")
+    masks = {}
+    if drawn.masks != "none":
+        masks["key_mask"] = some(drawn.batch, drawn.keys)
+    if drawn.masks == "both":
+        masks["query_mask"] = some(drawn.batch, drawn.queries)
+    return leaves, masks, tokens(drawn.queries, drawn.value_width)
+
+
+def some(*shape: int) -> Tensor:
+    mask = torch.rand(*shape, device="cuda") < 0.8
+    mask[..., 0] |= ~mask.any(-1)
+    return mask
+
+
+def differentiate(
+    drawn: Drawn, leaves: dict[str, Tensor], masks: dict[str, Tensor], upstream: Tensor,
+    backend: str, dtype: torch.dtype | None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The output and all gradients, by name; what has none counts as zero."""
+    inputs = {
+        name: (x if dtype is None else x.to(dtype)).detach().requires_grad_()
+        for name, x in leaves.items()
+    }
+    out = espformer.esp_attention(**(drawn.options | inputs), **masks, backend=backend)
+    grads = torch.autograd.grad(out, list(inputs.values()), upstream.to(out), allow_unused=True)
+    found = {
+        name: torch.zeros_like(x) if grad is None else grad
+        for (name, x), grad in zip(inputs.items(), grads, strict=True)
+    }
+    return {"out": out.detach()} | found
+
+
+def wrong_parts(drawn: Drawn) -> list[str]:
+    """What is off by more than it may be, in words."""
+    leaves, masks, upstream = tensors(drawn)
+    found = differentiate(drawn, leaves, masks, upstream, "triton", None)
+    expected = differentiate(drawn, leaves, masks, upstream, drawn.oracle, torch.float64)
+    wrong = []
+    # Where a plan hardly moves (one token, equal weights) a gradient has no size of its own.
+    least = 1e-3 * float(upstream.double().norm())
+    for name, reference in expected.items():
+        error = float((found[name].double() - reference).norm())
+        share = error / max(float(reference.norm()), least)
+        if not share <= drawn.tolerance(name):
+            wrong.append(f"{name} is off by {share:.1e}, {drawn.tolerance(name):.1e} allowed")
+    return wrong
+
+
+def test_drawn_problems() -> None:
+    end = time.monotonic() + SECONDS
+    failures: list[str] = []
+    count = 0
+    numbers = range(1 << 30) if ONLY is None else [int(ONLY)]
+    for number in numbers:
+        drawn = draw(number)
+        wrong = wrong_parts(drawn)
+        count += 1
+        if wrong:
+            failures.append(f"{drawn}: {'; '.join(wrong)}")
+            print(failures[-1], flush=True)
+        if time.monotonic() >= end:
+            break
+    print(f"seed {SEED}: {count} problems, {len(failures)} of them wrong")
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("value_width", [40, 48, 80, 96, 128])
+@pytest.mark.parametrize("tokens", [64, 333])
+def test_balanced_values_of_several_blocks_of_columns(tokens: int, value_width: int) -> None:
+    """Gradients of balanced plans, whose scales have gradients of their own, block by block."""
+    drawn = Drawn(
+        number=0, batch=1, heads=2, queries=tokens, keys=tokens, width=48, value_width=value_width,
+        dtype=torch.bfloat16, slices=None, masks="none", learnt_temperature=True,
+        slice_logits=False,
+        options={
+            "metric": "absolute", "balance": "both", "sort_temperature": 0.3,
+            "inverse_temperature": 0.1,
+        },
+    )  # fmt: skip
+    assert not wrong_parts(drawn)
