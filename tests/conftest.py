@@ -44,10 +44,9 @@ SLOW = {
 }
 
 
-# Not mended yet: the first depends on the tests before it, the second is off by a rounding.
+# Not mended yet: it depends on the tests before it.
 FRAGILE = {
     "integrations/test_transformers.py::test_loading_is_quiet_about_mechanisms_and_nothing_else",
-    "models/test_classifiers.py::test_padding_touches_no_gradient_and_no_statistics[esp-pct-naive]",
 }
 
 

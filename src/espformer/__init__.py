@@ -44,5 +44,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """What there is to use, also what is not imported yet."""
+    """All public names, including those that are not imported yet."""
     return sorted(__all__)

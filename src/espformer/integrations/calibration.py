@@ -30,7 +30,7 @@ Progress = bool | Callable[[int, int, float], None]
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a calibration did; ``print`` shows it.
+    """The result of a calibration; ``print`` shows it.
 
     Attributes:
         before: error of the model's output on the first batch, as a share of the variance of the

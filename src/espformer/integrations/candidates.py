@@ -1,4 +1,4 @@
-"""What all integrations share: an attention module that was found, and how classes are swapped."""
+"""Shared by all integrations: an attention module that was found, and the swap of its class."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

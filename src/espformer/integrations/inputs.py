@@ -11,7 +11,7 @@ Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
 
 def call_arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a model is called with: arguments in order, and by name."""
+    """The arguments of a model's call: those in order, and those by name."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, Tensor):

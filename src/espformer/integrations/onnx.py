@@ -113,7 +113,7 @@ def export_onnx(
 
 
 def _output_names(model: nn.Module, example_inputs: Inputs) -> list[str]:
-    """What the model calls its outputs: the keys of a dictionary, else ``output`` with a number."""
+    """Names of the model's outputs: the keys of a dictionary, else ``output`` with a number."""
     arguments, named = call_arguments(example_inputs)
     if getattr(getattr(model, "config", None), "return_dict", None) is False:
         named = named | {"return_dict": True}  # a model of transformers that gives a tuple

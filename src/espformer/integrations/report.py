@@ -1,4 +1,4 @@
-"""What a conversion did: one row for each attention module that was seen."""
+"""The report of a conversion: one row for each attention module that was seen."""
 
 from dataclasses import dataclass
 
@@ -59,7 +59,7 @@ class ConversionReport:
 
 
 def conversion_report(model: nn.Module) -> ConversionReport:
-    """What :func:`espformer.convert` did to this model.
+    """The report of :func:`espformer.convert` on this model.
 
     Example:
         >>> from torch import nn

@@ -235,7 +235,7 @@ def _apply(x: Tensor, linear: Tensor, mean: Tensor) -> Tensor:
 
 
 def _slice_outputs(mechanism: ESP, calls: list[Call], temperature: float | None) -> Tensor:
-    """What each slice alone makes of the values, ``(heads, slices, tokens, head_dim)``."""
+    """The output of each slice alone, ``(heads, slices, tokens, head_dim)``."""
     outputs = []
     for call in calls:
         count = call.query.shape[-1]

@@ -133,7 +133,10 @@ def attention(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls: ``(batch, heads, tokens, head_dim)`` to (output, matrix or None)."""
+    """The attention function for transformers: ``(batch, heads, tokens, head_dim)`` tensors.
+
+    Returns the output and the matrix, or None for it.
+    """
     mechanism, cross, base = _mechanism_of(module)
     if mechanism is None:
         mask = _base_mask(base, attention_mask, query, key)
@@ -247,7 +250,7 @@ def _key_mask(mask: Tensor | None, module: nn.Module, key: Tensor) -> Tensor | N
 def padding_mask(
     *, mask_function: Any, attention_mask: Tensor | None = None, config: Any = None, **options: Any
 ) -> Tensor | None:
-    """What transformers calls to make masks: ``(batch, tokens)``, True = takes part, or None.
+    """The mask function for transformers: ``(batch, tokens)``, True = takes part, or None.
 
     Masks of pairs are made as the model made them before, for the modules that keep its attention,
     but always: with None for a causal mask, a converted module could not know that it is causal.

@@ -1,4 +1,4 @@
-"""What an attention module of transformers says about itself."""
+"""Questions to an attention module of transformers: heads, causality, projections."""
 
 import functools
 import inspect

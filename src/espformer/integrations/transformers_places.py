@@ -31,7 +31,7 @@ PLACE = "_espformer_place"
 
 @dataclass
 class Place:
-    """What a module is in a model of which something was converted.
+    """The role of a module in a model of which something was converted.
 
     Attributes:
         base: the attention function that the model had.

@@ -1,4 +1,4 @@
-"""What several models share: encoder blocks, pooling, positions, attention matrices."""
+"""Shared by several models: encoder blocks, pooling, positions, attention matrices."""
 
 import math
 from collections.abc import Iterator
@@ -117,7 +117,7 @@ class EncoderBlock(nn.Module):
 
 
 class Classifier(nn.Module):
-    """What the classification models share: logits, and the attention matrices behind them."""
+    """Base class of classification models: logits, and the attention matrices behind them."""
 
     def forward(self, inputs: Tensor, mask: Tensor | None = None) -> Tensor:
         """Logits, ``(batch, classes)``; `mask` is boolean, ``(batch, tokens)``."""

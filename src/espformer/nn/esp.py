@@ -225,7 +225,7 @@ class ESP(Mechanism):
         )
 
     def arguments(self, query: Tensor, training: bool) -> dict[str, Any]:
-        """What :func:`espformer.esp_attention` is called with, for queries of this shape."""
+        """The keywords of :func:`espformer.esp_attention` for queries of this shape."""
         # Axes need no parameters, so a mechanism that sorts along them need not be bound.
         axes = self.slicer_kind == "auto" and self.slices is None and query.shape[-1] <= FEW_SLICES
         learns = self.learn_temperature or self.learn_slice_weights

@@ -33,7 +33,7 @@ __all__ = ["Mechanism", "Sinkhorn", "Softmax"]
 
 
 class Mechanism(nn.Module):
-    """What all mechanisms are.
+    """Base class of mechanisms.
 
     Masks are boolean, ``(batch, tokens)``, True = takes part; a `key_mask` alone also masks the
     queries when there are as many queries as keys. Rows of masked queries are zero.

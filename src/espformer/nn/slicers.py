@@ -26,7 +26,7 @@ __all__ = ["AxisSlicer", "FrozenSlicer", "LearnableSlicer", "Slicer", "make_slic
 
 
 class Slicer(nn.Module):
-    """What all slicers are: a module that returns its directions."""
+    """Base class of slicers: a module that returns its directions."""
 
     def forward(self) -> Tensor | None:
         """Directions, ``(slices, head_dim)`` or ``(heads, slices, head_dim)``; None = the axes."""

@@ -1,1 +1,1 @@
-"""What the operators share: masks, rules of autograd, registration with torch."""
+"""Shared by all operators: masks, rules of autograd, registration with torch."""

@@ -102,7 +102,7 @@ def _needed(operands: Any, needed: list[bool]) -> list[Tensor]:
 
 
 def _arguments(problem: Problem, value: Tensor) -> tuple[Any, ...]:
-    """What `SCHEMA` lists."""
+    """The arguments that `SCHEMA` lists, in its order."""
     return (
         problem.query, problem.key, value, problem.slices, problem.slice_logits,
         problem.temperatures(), problem.query_mask, problem.key_mask, problem.keep,

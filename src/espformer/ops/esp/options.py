@@ -100,7 +100,7 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class ESPOptions:
-    """What ESP attention computes, apart from the tensors that it computes with."""
+    """The options of ESP attention: everything that a call says besides its tensors."""
 
     sort_temperature: float | Tensor = _option(
         0.3,

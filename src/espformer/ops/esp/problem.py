@@ -1,4 +1,4 @@
-"""What an ESP attention call asks for, checked and in one shape: the input of every backend."""
+"""A checked call of ESP attention in one shape: the input of every backend."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Problem:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in: float64 for float64 inputs, else float32."""
+        """The dtype of the computation: float64 for float64 inputs, else float32."""
         return torch.float64 if self.query.dtype == torch.float64 else torch.float32
 
     @property
     def scale(self) -> float:
-        """What multiplies queries and keys."""
+        """The factor of queries and keys."""
         assert self.options.scale is not None
         return self.options.scale
 
