@@ -44,19 +44,11 @@ SLOW = {
 }
 
 
-# Not mended yet: it depends on the tests before it.
-FRAGILE = {
-    "integrations/test_transformers.py::test_loading_is_quiet_about_mechanisms_and_nothing_else",
-}
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.removeprefix("tests/") in SLOW:
             item.add_marker(pytest.mark.slow)
-        if item.nodeid.removeprefix("tests/") in FRAGILE:
-            item.add_marker(pytest.mark.xfail(reason="see FRAGILE", strict=False))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -452,11 +452,22 @@ def refused(family: str, cls: type[Any], model: nn.Module, error: ValueError) ->
     return Row(family, cls.__name__, "refused", "; ".join(sorted({short(x) for x in seen})))
 
 
-def quiet() -> None:
-    warnings.simplefilter("ignore")
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without warnings and logs, and on one thread; afterwards all is as it was."""
+    verbosity, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
+    disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        transformers.logging.set_verbosity(verbosity)
+        torch.set_num_threads(threads)
 
 
 def page(rows: list[Row]) -> str:
@@ -514,16 +525,17 @@ def main() -> int:
     parser.add_argument("--only", default="", help="parts of names of families, with commas")
     parser.add_argument("--dry", action="store_true", help="print the rows, write nothing")
     options = parser.parse_args()
-    quiet()
     chosen = [part for part in options.only.split(",") if part]
     rows = []
-    for cls in classes():
-        family = str(cls.config_class.model_type)
-        if chosen and not any(part in family for part in chosen):
-            continue
-        row = judge(cls)
-        rows.append(row)
-        print(f"{row.verdict:12s} {row.family:24s} {row.name:32s} {row.detail[:150]}", flush=True)
+    with quiet():
+        for cls in classes():
+            family = str(cls.config_class.model_type)
+            if chosen and not any(part in family for part in chosen):
+                continue
+            row = judge(cls)
+            rows.append(row)
+            told = f"{row.verdict:12s} {row.family:24s} {row.name:32s} {row.detail[:150]}"
+            print(told, flush=True)
     wrong = [row for row in rows if row.verdict == "wrong"]
     if not options.dry and not chosen:
         PAGE.write_text(page(rows), encoding="utf-8")

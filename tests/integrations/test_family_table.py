@@ -10,7 +10,14 @@ families = pytest.importorskip("tools.families")
 
 from espformer.nn import Mechanism  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("quiet")
 PAGE = (Path(__file__).parents[2] / "docs" / "families.md").read_text("utf-8")
+
+
+@pytest.fixture
+def quiet():
+    with families.quiet():
+        yield
 
 
 def rows() -> dict[str, tuple[str, str]]:
@@ -46,20 +53,17 @@ def test_nothing_is_wrong():
     ],
 )  # fmt: skip
 def test_the_table_is_true_of(name):
-    families.quiet()
     row = families.judge(class_named(name))
     assert (row.verdict, row.detail) == rows()[name]
 
 
 def test_causal_models_are_not_called_encoders():
-    families.quiet()
     assert families.judge(class_named("LlamaModel")).verdict == "causal"
     assert "LlamaModel" not in rows()
 
 
 def test_the_script_sees_what_is_wrong(monkeypatch):
     """A softmax inside of a converted module, and padding that is lost."""
-    families.quiet()
     cls = class_named("BertModel")
     original = Mechanism.__call__
 
@@ -73,7 +77,6 @@ def test_the_script_sees_what_is_wrong(monkeypatch):
     assert row.verdict == "wrong"
     assert "softmax was called" in row.detail
     monkeypatch.undo()
-    families.quiet()
     monkeypatch.setattr("espformer.integrations.transformers._key_mask", lambda *_: None)
     row = families.judge(cls)
     assert row.verdict == "wrong"
@@ -82,6 +85,5 @@ def test_the_script_sees_what_is_wrong(monkeypatch):
 
 @pytest.mark.slow
 def test_the_whole_table():
-    families.quiet()
     judged = [families.judge(cls) for cls in families.classes()]
     assert families.page(judged) == PAGE
