@@ -1,11 +1,11 @@
 """What every test has: fixed seeds, and operators whose uninitialised buffers hold NaN."""
 
+import contextlib
 import functools
 import os
 import random
 from collections.abc import Callable
 
-import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -14,9 +14,13 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# The same examples every time: what fails on one machine fails on all of them.
-hypothesis.settings.register_profile("espformer", derandomize=True, deadline=None, database=None)
-hypothesis.settings.load_profile("espformer")
+# The same examples every time: what fails on one machine fails on all of them. Machines with a GPU
+# need not have hypothesis: the tests that are for them do without.
+with contextlib.suppress(ImportError):
+    from hypothesis import settings
+
+    settings.register_profile("espformer", derandomize=True, deadline=None, database=None)
+    settings.load_profile("espformer")
 
 # torch notes once and for all which functions ``with torch.device(...)`` minds: let it see the true
 # ones, not those that tests put in their place.
