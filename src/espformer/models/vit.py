@@ -51,7 +51,7 @@ class VisionTransformer(Classifier):
         depth: number of blocks.
         heads: heads of each attention layer.
         head_dim: width of a head; None is ``dim // heads``.
-        qk_dim, key_init: of all attention layers, see :class:`espformer.nn.Attention`.
+        qk_dim, key_init, qk_gain: of all attention layers, see :class:`espformer.nn.Attention`.
         mlp_dim: hidden width of the feed-forwards; None leaves them out (the attention-only model
             of the paper's patch size experiment).
         pool: "cls" classifies a class token, "mean" the mean of the patches, without such a token.
@@ -84,6 +84,7 @@ class VisionTransformer(Classifier):
         head_dim: int | None = 64,
         qk_dim: int | None = None,
         key_init: str = "own",
+        qk_gain: float = 1.0,
         mlp_dim: int | None = 128,
         pool: Literal["cls", "mean"] = "cls",
         qkv_bias: bool = False,
@@ -113,6 +114,7 @@ class VisionTransformer(Classifier):
                 head_dim=head_dim,
                 qk_dim=qk_dim,
                 key_init=key_init,
+                qk_gain=qk_gain,
                 mlp_dim=mlp_dim,
                 qkv_bias=qkv_bias,
                 dropout=dropout,

@@ -77,6 +77,7 @@ def check(run, results):
     assert all(math.isfinite(score) and 0 <= score <= 100 for score in results["scores"].values())
     expected = {"test", "best"} | ({"hard"} if run.harden else set())
     expected |= {"start"} if run.start is not None else set()
+    expected |= {"valid"} if "valid" in results["data"]["sizes"] else set()
     assert set(results["scores"]) == expected
     assert results["steps"] == 1 or results["samples_per_second"] > 0
 

@@ -155,7 +155,7 @@ def _train(
     _fit(trainer, learner, scores.data, None if position is None else last)
     seconds = watch.seconds
     keeper = _callback(trainer, Checkpoints)
-    if not learner.keeps_best:
+    if not learner.keeps_best or task.valid is not None:
         scores.validation()
     scores.test("test")
     if run.harden:
