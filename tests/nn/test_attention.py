@@ -300,22 +300,3 @@ def test_widths_and_beginnings_that_cannot_be():
         Attention(32, 4, key_init="query", cross=True, key_dim=16)
     with pytest.raises(ValueError, match="key_init must be one of 'own', 'query'"):
         Attention(32, 4, key_init="random")
-
-
-@pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
-def test_a_gain_of_queries_and_keys_changes_no_output_in_units_of_the_spread(cross):
-    layers = []
-    for gain in (1.0, 0.2):
-        torch.manual_seed(0)
-        layers.append(Attention(16, heads=2, cross=cross, qk_gain=gain).double())
-    first, small = layers
-    x = torch.randn(2, 7, 16, dtype=torch.float64)
-    context = (torch.randn(2, 5, 16, dtype=torch.float64),) if cross else ()
-    torch.testing.assert_close(small(x, *context), first(x, *context))
-    wide = (first.q if cross else first.qkv).weight
-    narrow = (small.q if cross else small.qkv).weight
-    torch.testing.assert_close(narrow[:16], 0.2 * wide[:16])
-    if not cross:
-        torch.testing.assert_close(narrow[32:], wide[32:])
-    with pytest.raises(ValueError, match="qk_gain must be a number > 0"):
-        Attention(16, heads=2, qk_gain=0.0)

@@ -54,7 +54,7 @@ class EncoderBlock(nn.Module):
         heads: number of heads.
         mechanism: of the attention; :class:`espformer.nn.ESP` unless given.
         head_dim: width of a head; ``dim // heads`` unless given.
-        qk_dim, key_init, qk_gain: of the attention, see :class:`espformer.nn.Attention`.
+        qk_dim, key_init: of the attention, see :class:`espformer.nn.Attention`.
         mlp_dim: hidden width of the feed-forward; None leaves it out, with its norm.
         norm_first: normalise what goes into a sublayer (ViT) or its sum with the input (post-norm).
         activation: of the feed-forward; GELU unless given.
@@ -76,7 +76,6 @@ class EncoderBlock(nn.Module):
         head_dim: int | None = None,
         qk_dim: int | None = None,
         key_init: str = "own",
-        qk_gain: float = 1.0,
         mlp_dim: int | None = None,
         norm_first: bool = True,
         activation: nn.Module | None = None,
@@ -94,7 +93,6 @@ class EncoderBlock(nn.Module):
             head_dim=head_dim,
             qk_dim=qk_dim,
             key_init=key_init,
-            qk_gain=qk_gain,
             qkv_bias=qkv_bias,
             dropout=dropout,
             depth=depth,

@@ -33,7 +33,7 @@ class TextClassifier(Classifier):
         depth: number of blocks.
         heads: heads of each attention layer.
         head_dim: width of a head; None is ``dim // heads``.
-        qk_dim, key_init, qk_gain: of all attention layers, see :class:`espformer.nn.Attention`.
+        qk_dim, key_init: of all attention layers, see :class:`espformer.nn.Attention`.
         mlp_dim: hidden width of the feed-forwards.
         max_length: longest sequence.
         dropout: on the output of all sublayers.
@@ -65,7 +65,6 @@ class TextClassifier(Classifier):
         head_dim: int | None = None,
         qk_dim: int | None = None,
         key_init: str = "own",
-        qk_gain: float = 1.0,
         mlp_dim: int = 1024,
         max_length: int = 512,
         dropout: float = 0.1,
@@ -84,7 +83,6 @@ class TextClassifier(Classifier):
                 head_dim=head_dim,
                 qk_dim=qk_dim,
                 key_init=key_init,
-                qk_gain=qk_gain,
                 mlp_dim=mlp_dim,
                 norm_first=False,
                 activation=nn.ReLU(),

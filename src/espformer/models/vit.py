@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from espformer.models.blocks import NORM_EPS, Classifier, EncoderBlock, masked_mean
-from espformer.nn import Mechanism
+from espformer.nn import ESP, ClassToken, Mechanism
 
 __all__ = ["PatchEmbedding", "VisionTransformer"]
 
@@ -43,7 +43,8 @@ class VisionTransformer(Classifier):
 
     Args:
         classes: number of classes.
-        mechanism: of all attention layers; :class:`espformer.nn.ESP` unless given.
+        mechanism: of all attention layers; :class:`espformer.nn.ESP` unless given, with a class
+            token that reads by softmax (:class:`espformer.nn.ClassToken`) if there is one.
         image_size: height and width in pixels, or one number for both.
         patch_size: height and width of a patch, or one number for both.
         channels: of the image.
@@ -51,7 +52,7 @@ class VisionTransformer(Classifier):
         depth: number of blocks.
         heads: heads of each attention layer.
         head_dim: width of a head; None is ``dim // heads``.
-        qk_dim, key_init, qk_gain: of all attention layers, see :class:`espformer.nn.Attention`.
+        qk_dim, key_init: of all attention layers, see :class:`espformer.nn.Attention`.
         mlp_dim: hidden width of the feed-forwards; None leaves them out (the attention-only model
             of the paper's patch size experiment).
         pool: "cls" classifies a class token, "mean" the mean of the patches, without such a token.
@@ -84,7 +85,6 @@ class VisionTransformer(Classifier):
         head_dim: int | None = 64,
         qk_dim: int | None = None,
         key_init: str = "own",
-        qk_gain: float = 1.0,
         mlp_dim: int | None = 128,
         pool: Literal["cls", "mean"] = "cls",
         qkv_bias: bool = False,
@@ -99,6 +99,8 @@ class VisionTransformer(Classifier):
             )
         if pool not in ("cls", "mean"):
             raise ValueError(f'VisionTransformer: pool must be "cls" or "mean", got {pool!r}')
+        if mechanism is None and pool == "cls":
+            mechanism = ClassToken(ESP())
         self.image_shape = (channels, *image)
         self.pool = pool
         patches = (image[0] // patch[0]) * (image[1] // patch[1])
@@ -114,7 +116,6 @@ class VisionTransformer(Classifier):
                 head_dim=head_dim,
                 qk_dim=qk_dim,
                 key_init=key_init,
-                qk_gain=qk_gain,
                 mlp_dim=mlp_dim,
                 qkv_bias=qkv_bias,
                 dropout=dropout,

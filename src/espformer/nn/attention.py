@@ -1,7 +1,5 @@
 """The attention layer: projections around a mechanism."""
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -33,9 +31,6 @@ class Attention(nn.Module):
             given. ESP attention sorts along each of these coordinates: its cost is proportional.
         key_init: "own" draws the projection of the keys for itself, "query" begins it as a copy of
             that of the queries, so that tokens match themselves at first.
-        qk_gain: factor of the first weights of queries and keys. Where only their directions
-            matter, as for ESP with its temperature in units of the spread, it changes nothing at
-            first, and small weights turn faster: Adam moves each by about the learning rate.
         dropout: dropout on the output.
         depth: index of the layer in its model, from 0, for mechanisms that depend on it.
 
@@ -63,7 +58,6 @@ class Attention(nn.Module):
         head_dim: int | None = None,
         qk_dim: int | None = None,
         key_init: str = "own",
-        qk_gain: float = 1.0,
         dropout: float = 0.0,
         depth: int = 0,
     ) -> None:
@@ -91,15 +85,12 @@ class Attention(nn.Module):
         self.cross = cross
         self.key_dim = dim if key_dim is None else key_dim
         self.key_init = key_init
-        self.qk_gain = qk_gain
         if self.qk_dim < 1 or (key_init == "query" and self.key_dim != dim):
             raise ValueError(
                 f"Attention: got qk_dim={self.qk_dim} and key_init={key_init!r} with dim={dim} and "
                 f"key_dim={self.key_dim}; qk_dim is at least 1, and keys begin as queries only "
                 "where both are made from tokens of the same width"
             )
-        if not (math.isfinite(qk_gain) and qk_gain > 0):
-            raise ValueError(f"Attention: qk_gain must be a number > 0, got {qk_gain}")
         width, qk_width = heads * self.head_dim, heads * self.qk_dim
         if cross:
             self.q = nn.Linear(dim, qk_width, bias=qkv_bias)
@@ -108,7 +99,6 @@ class Attention(nn.Module):
             self.qkv = nn.Linear(dim, 2 * qk_width + width, bias=qkv_bias)
         if key_init == "query":
             self.copy_queries_to_keys()
-        self._scale_queries_and_keys(qk_gain)
         self.mechanism = (ESP() if mechanism is None else mechanism).bind(
             heads, self.qk_dim, value_dim=self.head_dim, depth=depth
         )
@@ -194,23 +184,12 @@ class Attention(nn.Module):
             if source is not None:
                 target[start : start + width].copy_(source[:width])
 
-    @torch.no_grad()
-    def _scale_queries_and_keys(self, gain: float) -> None:
-        width = self.heads * self.qk_dim
-        parts = (self.q, self.kv) if self.cross else (self.qkv,)
-        for projection in parts:
-            for weight in (projection.weight, projection.bias):
-                if weight is not None:
-                    weight[: width if self.cross else 2 * width].mul_(gain)
-
     def extra_repr(self) -> str:
         parts = [f"dim={self.dim}", f"heads={self.heads}", f"head_dim={self.head_dim}"]
         if self.qk_dim != self.head_dim:
             parts.append(f"qk_dim={self.qk_dim}")
         if self.key_init != "own":
             parts.append(f"key_init={self.key_init!r}")
-        if self.qk_gain != 1:
-            parts.append(f"qk_gain={self.qk_gain}")
         if self.cross:
             parts += ["cross=True", f"key_dim={self.key_dim}"]
         return ", ".join(parts)
