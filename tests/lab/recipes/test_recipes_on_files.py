@@ -76,7 +76,7 @@ def check(run, results):
     assert 1 <= results["steps"] <= 2, "one per cent of a few images is one batch"
     assert all(math.isfinite(score) and 0 <= score <= 100 for score in results["scores"].values())
     expected = {"test", "best"} | ({"hard"} if run.harden else set())
-    expected |= {"start"} if run.start is not None else set()
+    expected |= set(run.scores_before)
     expected |= {"valid"} if "valid" in results["data"]["sizes"] else set()
     assert set(results["scores"]) == expected
     assert results["steps"] == 1 or results["samples_per_second"] > 0
@@ -103,12 +103,11 @@ def test_annealing_of_the_paper_ends_with_the_hard_operator(made_up, tmp_path, m
     temperatures = read_curves(run_directory(tmp_path, run))["sort_temperature"]
     assert temperatures == pytest.approx({e: 1e-3 * 0.8 ** (e + 1) for e in range(40)})
     assert temperatures[39] == pytest.approx(1.3e-7, rel=0.03)
-    assert set(results["scores"]) == {"start", "test", "hard", "best"}
-    hard = [temperature for is_hard, temperature in calls if is_hard]
-    assert hard, "the hard score was measured with exact sorting"
-    first = next(index for index, (is_hard, _) in enumerate(calls) if is_hard)
-    soft = {round(temperature, 12) for is_hard, temperature in calls[:first]}
-    assert {round(1e-3 * 0.8**e, 12) for e in range(41)} <= soft, "and nothing before it"
+    assert set(results["scores"]) == {"start", "start_hard", "test", "hard", "best"}
+    hard = [round(temperature, 12) for is_hard, temperature in calls if is_hard]
+    assert set(hard) == {1e-3, round(1e-3 * 0.8**40, 12)}, "hard before annealing and after it"
+    soft = {round(temperature, 12) for is_hard, temperature in calls if not is_hard}
+    assert {round(1e-3 * 0.8**e, 12) for e in range(41)} <= soft
     again = evaluate(run_directory(tmp_path, run), which="hard", data_directory=str(made_up))
     assert again["test"] == results["scores"]["hard"]
 

@@ -11,8 +11,9 @@ from espformer.functional import esp_plan
 from espformer.lab.errors import RunError
 from espformer.lab.report import inspection
 from espformer.lab.report.content import _encode, _heads, _matrix, _side, attention_content
-from espformer.lab.report.inspection import Trained, open_run, slice_weights, sum_errors
+from espformer.lab.report.inspection import Trained, open_run, sum_errors
 from espformer.lab.report.summary import summarise
+from espformer.lab.training.attention import slice_weights
 from espformer.nn import ESP
 
 

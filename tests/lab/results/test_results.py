@@ -124,7 +124,7 @@ def test_the_section_says_what_happened():
     assert text.startswith("## MNIST, impact of patch size\n")
     assert "- Made by one command.[^mnist-patch-size-1]\n- On a card; precision 32-true;" in text
     assert text.endswith("\n[^mnist-patch-size-1]: `a command`\n")
-    assert "`trainer.epochs` is 15, the recipe has 45" in text
+    assert "`trainer.epochs` is 15, the paper has 45" in text
     assert "settings not run: patch=1, patch=2, patch=14, patch=28" in text
     assert "data: a part of it" in text
     assert "ESP attention is more accurate than softmax attention (the paper): **held**" in text

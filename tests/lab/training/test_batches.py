@@ -105,3 +105,14 @@ def test_mixed_seeds_differ():
     seeds = {mix_seed(a, b, c) for a in range(10) for b in range(10) for c in range(10)}
     assert len(seeds) == 1000
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize(("size", "world", "kept"), [(9, 1, 2), (10, 1, 3), (11, 2, 2), (12, 2, 3)])
+def test_a_batch_too_small_for_a_batch_norm_is_left_out_of_training(size, world, kept):
+    """Two examples at least for each process; which ones are left out changes with the epoch."""
+    whole = [SeededBatches(size, 4, least=2, rank=rank, world=world) for rank in range(world)]
+    assert {len(batches) for batches in whole} == {kept}
+    assert all(len(batch) >= 2 for batches in whole for batch in batches)
+    assert len(SeededBatches(9, 4, least=2, shuffle=False)) == 3, "evaluation misses nothing"
+    with pytest.raises(RunError, match="of at least 2 examples for each"):
+        SeededBatches(1, 4, least=2)

@@ -6,12 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from espformer import esp_plan
 from espformer.lab.recipes.schema import Annealing, StraightThrough
-from espformer.lab.training.callbacks import (
-    AnnealTemperature,
-    StraightThroughShare,
+from espformer.lab.training.attention import (
     attention_statistics,
+    recorded_calls,
+    slice_statistics,
 )
+from espformer.lab.training.callbacks import AnnealTemperature, StraightThroughShare
 from espformer.lab.training.learner import Learner
 from espformer.nn import ESP, Attention, Sinkhorn, get_sort_temperatures
 
@@ -98,3 +100,36 @@ def test_statistics_leave_padding_out():
 def test_nothing_is_said_of_differences():
     assert attention_statistics([torch.tensor([[[[1.0, -0.5], [0.5, 0.5]]]])]) == {}
     assert attention_statistics([]) == {}
+
+
+@pytest.mark.parametrize("slicer", ["axis", "learnable"])
+def test_slices_of_a_trained_model(slicer):
+    """The largest weight and the spread, against the formulas in float64, padding left out."""
+    torch.manual_seed(0)
+    tau = 3.0
+    layer = Attention(8, 2, ESP(0.5, slicer=slicer, inverse_temperature=tau, backend="dense"))
+    x, mask = torch.randn(3, 5, 8), torch.ones(3, 5, dtype=torch.bool)
+    mask[0, 3:] = False
+    with recorded_calls(layer) as calls:
+        layer(x, mask=mask)
+    found = slice_statistics(calls)
+    ((_, mechanism, (query, key, masks)),) = calls
+    largest, spreads = [], []
+    for row in range(3):
+        kept = masks["query_mask"][row].flatten()
+        for head in range(2):
+            q, k = (side[row, head][kept].detach().double() / 2 for side in (query, key))
+            directions = mechanism.slicer()
+            lines = torch.eye(4) if directions is None else directions.detach()
+            lines = (lines[head] if lines.ndim == 3 else lines).double()
+            costs = torch.stack([
+                (torch.cdist(q, k).square() * esp_plan(
+                    q[None, None], k[None, None], slices=line[None], sort_temperature=0.5, scale=1.0
+                )[0, 0]).sum() / len(q)
+                for line in lines
+            ])  # fmt: skip
+            largest.append(float((-tau * costs).softmax(0).max()) * len(lines))
+            spreads += [(side @ lines.T).std(0, correction=0).mean() for side in (q, k)]
+    assert found["slice_weight"] == pytest.approx(sum(largest) / 6, rel=1e-4)
+    assert found["spread"] == pytest.approx(float(sum(spreads) / 12), rel=1e-6)
+    assert slice_statistics([]) == {}

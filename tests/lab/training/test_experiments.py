@@ -13,10 +13,11 @@ from rich.console import Console
 from espformer.lab.clock import in_words
 from espformer.lab.errors import RunError
 from espformer.lab.files import lock
-from espformer.lab.recipes.recipe import load_recipe
+from espformer.lab.recipes.recipe import load_recipe, recipe_names
+from espformer.lab.recipes.yaml_schema import plain
 from espformer.lab.results.collect import collect, write_report
 from espformer.lab.results.figures import plot_experiment, plot_run
-from espformer.lab.results.paper_numbers import TABLES, Number
+from espformer.lab.results.paper_numbers import DIFFERENCES, TABLES, Number
 from espformer.lab.results.result_files import read_file
 from espformer.lab.results.result_tables import markdown, summarise
 from espformer.lab.training import experiments
@@ -336,7 +337,7 @@ def result(label, setting, seed, **scores):
 
 def test_mean_and_deviation_beside_the_paper():
     recipe = load_recipe("cats-dogs")
-    results = [result("espformer", "1%", s, test=50.0 + s, best=99.0) for s in range(3)]
+    results = [result("espformer", "200 images", s, test=50.0 + s, best=99.0) for s in range(3)]
     text = markdown(recipe, results)
     assert "| espformer | here | 3 | 51.00 ± 1.00 |\n|  | paper |  | 55.66 ± 3.95 |" in text
     assert "Made by" not in text, "Python called, no command"
@@ -347,20 +348,47 @@ def test_mean_and_deviation_beside_the_paper():
 
 def test_settings_stand_side_by_side():
     recipe = load_recipe("cats-dogs")
-    results = [result("espformer", s, 0, test=float(v)) for s, v in (("1%", 55), ("25%", 75))]
+    names = ("200 images", 55), ("5000 images", 75)
+    results = [result("espformer", s, 0, test=float(v)) for s, v in names]
     text = markdown(recipe, results)
-    assert "| mechanism |  | runs | 1% | 25% |" in text
+    assert "| mechanism |  | runs | 200 images | 5000 images |" in text
     assert "| espformer | here | 1 | 55.00 | 75.00 |" in text
     assert "|  | paper |  | 55.66 ± 3.95 | 75.40 ± 0.38 |" in text
-    assert "settings not run: 10%, 100%" in text
+    assert "settings not run: 2000 images" in text
+    assert "20000 images: the files have 5,000 training images" in text
 
 
 def test_best_median_mean_worst_beside_the_paper():
     recipe = load_recipe("imdb")
-    results = [result("espformer", "default", s, test=v) for s, v in enumerate((85, 86, 88, 84))]
+    results = [result("espformer", "pooled", s, test=v) for s, v in enumerate((85, 86, 88, 84))]
     text = markdown(recipe, results)
     assert "| espformer | here | 4 | 88.00 | 85.50 | 85.75 | 84.00 |" in text
     assert "|  | paper |  | 85.50 | 85.50 | 85.47 | 85.40 |" in text
+    both = markdown(recipe, [*results, result("espformer", "published", 0, test=80.0)])
+    assert "| pooled: best | pooled: median |" in both
+    assert "| 88.00 | 85.50 | 85.75 | 84.00 | 80.00 | 80.00 | 80.00 | 80.00 |" in both
+
+
+def test_differences_are_from_the_paper_where_it_tells():
+    """Not from the recipe, which may differ from the paper itself."""
+
+    def differences(name, label, **changes):
+        recipe = load_recipe(name)
+        run = recipe.run(label, overrides=[f"{key}={value}" for key, value in changes.items()])
+        done = result(label, run.setting, 0, test=90.0) | {"config": plain(run)}
+        return markdown(recipe, [done]).partition("Differs from the paper:")[2]
+
+    text = differences("modelnet40-pct", "espformer", **{"trainer.epochs": 30})
+    assert "`optimizer.learning_rate` is 0.01, the paper has 0.0001" in text
+    assert "`trainer.epochs` is 30, the paper has 300" in text
+    assert "`schedule.milestones` is [25], the paper has [250]" in text
+    same = {"optimizer.learning_rate": 1e-4, "trainer.precision": "bf16-mixed"}
+    text = differences("modelnet40-pct", "espformer", **same)
+    assert "learning_rate`" not in text
+    assert "`trainer.precision` is bf16-mixed, the recipe has 32-true" in text, "it tells nothing"
+    text = differences("modelnet40-pct", "espformer-default", **{"mechanism.esp.slices": 4})
+    assert "`mechanism.esp.slices` is 4, the recipe has None" in text, "no row of the paper"
+    assert set(DIFFERENCES) <= set(recipe_names())
 
 
 def test_plugged_and_tuned_beside_the_paper():
@@ -383,10 +411,9 @@ def test_what_the_paper_does_not_print():
 
 def test_paper_numbers():
     table = TABLES["cats-dogs-anneal"].numbers
-    assert table["100%", "espformer", "hard"] == Number(mean=81.23, std=0.11)
-    assert (
-        table["1%", "espformer", "start"] == TABLES["cats-dogs"].numbers["1%", "espformer", "test"]
-    )
+    assert table["20000 images", "espformer", "hard"] == Number(mean=81.23, std=0.11)
+    soft = TABLES["cats-dogs"].numbers["200 images", "espformer", "test"]
+    assert table["200 images", "espformer", "start"] == soft
     slicers = TABLES["cats-dogs-slicers"].numbers
     assert len(slicers) == 33
     assert slicers["tau=10", "frozen-128", "test"] == Number(mean=78.10, std=0.26)

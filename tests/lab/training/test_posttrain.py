@@ -7,7 +7,9 @@ import torch
 
 from espformer.lab.errors import RunError
 from espformer.lab.training import posttrain
+from espformer.lab.training.checkpoints import AtomicCheckpointIO
 from espformer.lab.training.trainer import execute
+from tests.lab.training.test_resume import copy_at
 
 
 @pytest.fixture
@@ -72,7 +74,8 @@ def test_what_was_hardened_on_the_way_goes_when_training_goes_on(trained, recipe
 def test_anneal(trained):
     directory, results = trained
     annealed = posttrain.anneal(directory, epochs=3, factor=0.1, learning_rate=1e-3, progress=False)
-    assert set(annealed["scores"]) == {"start", "test", "hard", "best"}
+    assert set(annealed["scores"]) == {"start", "start_hard", "test", "hard", "best"}
+    assert annealed["scores"]["start_hard"] == posttrain.evaluate(directory, hard=True)["test"]
     assert annealed["scores"]["start"] == pytest.approx(results["scores"]["test"])
     assert annealed["config"]["optimizer"]["learning_rate"] == 1e-3
     state = torch.load(directory / "anneal" / "last.ckpt", weights_only=True)["state_dict"]
@@ -97,3 +100,17 @@ def test_nothing_to_sharpen_in_softmax(recipe, tmp_path):
             work(tmp_path)
     with pytest.raises(RunError, match="no run was trained there"):
         posttrain.evaluate(tmp_path / "logs")
+
+
+def test_what_was_annealed_before_the_run_went_on_is_not_its_result(recipe, tmp_path, monkeypatch):
+    """Interrupted, annealed, trained on and annealed again: the answer is of the trained run."""
+    directory = tmp_path / "run"
+    with copy_at(AtomicCheckpointIO, monkeypatch, directory, (1, 0)):
+        execute(recipe.run("espformer"), tmp_path / "whole", progress=False)
+    options = {"epochs": 1, "factor": 0.5, "progress": False}
+    early = posttrain.anneal(directory, **options)
+    results = execute(recipe.run("espformer"), directory, progress=False)
+    late = posttrain.anneal(directory, **options)
+    assert late["scores"]["start"] == pytest.approx(results["scores"]["test"])
+    kept = json.loads((directory / "anneal-before-0" / "results.json").read_text())
+    assert kept["scores"] == early["scores"], "the former result is moved away, not lost"

@@ -9,7 +9,7 @@ import yaml
 from espformer.lab.errors import ConfigError, RunError
 from espformer.lab.files import lock
 from espformer.lab.recipes.recipe import load_recipe
-from espformer.lab.training import trainer
+from espformer.lab.training import posttrain, trainer
 from espformer.lab.training.assemble import load_task, load_weights, make_learner
 from espformer.lab.training.checkpoints import read_checkpoint
 from espformer.lab.training.learner import Classifier
@@ -198,3 +198,41 @@ def test_annealed_temperature_is_in_the_checkpoint(recipe, tmp_path):
     learner = make_learner(run, load_task(run))
     load_weights(learner.model, read_checkpoint(tmp_path / "last.ckpt")["state_dict"], "x")
     assert list(get_sort_temperatures(learner.model).values()) == [pytest.approx(0.1 * 0.25)]
+
+
+def test_a_start_has_the_temperature_of_the_recipe(recipe, tmp_path):
+    """Whatever the checkpoint was trained with; annealing alone goes on from where it was."""
+    execute(recipe.run("espformer"), tmp_path / "first", progress=False)
+    posttrain.anneal(tmp_path / "first", epochs=1, factor=0.5, progress=False)
+    annealed = f"start={{checkpoint: {tmp_path / 'first' / 'anneal' / 'last.ckpt'}}}"
+
+    def temperature(name, *overrides):
+        run = recipe.run("espformer", overrides=[annealed, "trainer.epochs=1", *overrides])
+        execute(run, tmp_path / name, progress=False)
+        state = read_checkpoint(tmp_path / name / "last.ckpt")["state_dict"]
+        (saved,) = [value for key, value in state.items() if key.endswith("_extra_state")]
+        return pytest.approx(float(saved[0]))
+
+    assert temperature("as-the-recipe") == 0.1
+    assert temperature("another", "mechanism.esp.sort_temperature=0.7") == 0.7
+    assert temperature("go-on", "annealing.factor=0.5") == 0.025
+    both = ("mechanism.esp.sort_temperature=0.8", "annealing.factor=0.5")
+    assert temperature("anneal-from", *both) == 0.4
+
+
+def test_a_schedule_goes_on_where_the_start_left_it(recipe, tmp_path):
+    schedule = ["schedule={name: inverse_sqrt, warmup_steps: 2}", "trainer.epochs=2"]
+    execute(recipe.run("transformer", overrides=schedule), tmp_path / "first", progress=False)
+    start = f"start={{checkpoint: {tmp_path / 'first' / 'last.ckpt'}}}"
+    goes_on = ["schedule={name: inverse_sqrt, continues: true}", start, "trainer.epochs=1"]
+    execute(recipe.run("transformer", overrides=goes_on), tmp_path / "then", progress=False)
+    saved = read_checkpoint(tmp_path / "then" / "last.ckpt")
+    # Six steps, then three more: the next one would be the ninth.
+    rate = saved["optimizer_states"][0]["param_groups"][0]["lr"]
+    assert rate == pytest.approx(1e-2 * (2 / 9) ** 0.5)
+    assert saved["espformer"]["continued"]["first_step"] == 6
+    constant = recipe.run("transformer", overrides=["trainer.epochs=1"])
+    execute(constant, tmp_path / "constant", progress=False)
+    goes_on[1] = f"start={{checkpoint: {tmp_path / 'constant' / 'last.ckpt'}}}"
+    with pytest.raises(RunError, match="trained with the schedule 'constant'"):
+        execute(recipe.run("transformer", overrides=goes_on), tmp_path / "no", progress=False)

@@ -10,6 +10,7 @@ from torch import nn
 from espformer.lab.data.base import Task
 from espformer.lab.data.translation import PairSet
 from espformer.lab.data.vocabulary import Ragged
+from espformer.lab.training.assemble import TaskData
 from espformer.lab.training.translation import Translator, corpus_bleu
 
 WORDS = ["<pad>", "<unk>", "<bos>", "<eos>", "ein", "kleines", "haus", "am", "see", "dort"]
@@ -57,7 +58,7 @@ def task():
 
 
 def translator(task, smoothing=0.0):
-    run = SimpleNamespace(label_smoothing=smoothing, beam=2, seed=0)
+    run = SimpleNamespace(label_smoothing=smoothing, beam=2, seed=0, decode_every=None)
     module = Translator(run, Copy(), task)  # type: ignore[arg-type]
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
     return module
@@ -122,3 +123,39 @@ def test_data_sets_say_how_words_are_found(tmp_path, name, tokenize):
         espformer.lab.data.load(name, data_dir=make_tiny(tmp_path)).info["bleu_tokenize"]
         == tokenize
     )
+
+
+@pytest.mark.parametrize(
+    ("every", "validations", "expected"),
+    [(None, 1, [5, 10, 12]), (2, 1, [2, 4, 6, 8, 10, 12]), (100, 1, [12]), (100, 5, [10])],
+)
+def test_most_validations_do_not_search_for_translations(task, every, validations, expected):
+    """Those of some epochs do, and the last one of a training."""
+    module = translator(task)
+    module.run.decode_every = every
+    searched = []
+    for epoch in range(validations, 13, validations):
+        module._trainer = SimpleNamespace(  # type: ignore[assignment]
+            world_size=1, max_epochs=12, check_val_every_n_epoch=validations,
+            current_epoch=epoch - 1,
+        )  # fmt: skip
+        module.on_validation_epoch_start()
+        if module._searches:
+            searched.append(epoch)
+    assert searched == expected
+
+
+def test_evaluation_puts_sentences_of_like_length_together(task):
+    run = SimpleNamespace(
+        task="translation", seed=0,
+        data=SimpleNamespace(batch_size=2, eval_batch_size=None, workers=0),
+    )  # fmt: skip
+    order = [1, 2, 0]
+    pairs = PairSet(
+        ragged([task.test.source[row].tolist() for row in order]),
+        ragged([task.test.target[row].tolist() for row in order]),
+        *(["x"] * 3, ["y"] * 3),
+    )
+    data = TaskData(run, Task("toy", pairs, pairs, pairs, vocabulary=Words()))
+    for loader in (data.val_dataloader(), data.test_dataloader()):
+        assert list(loader.batch_sampler) == [[2, 0], [1]]

@@ -22,8 +22,9 @@ def show_plan(console: Console, work: list[Job], at_once: int) -> None:
         rows[job.run.recipe, job.run.setting, job.run.label].append(job)
     table = Table("recipe", "setting", "mechanism", "seeds", "state", "steps", "about")
     total, unknown = 0.0, set()
-    with console.status("measuring a few steps of each"):
+    with console.status("") as status:
         for (recipe, setting, label), jobs in rows.items():
+            status.update(f"measuring a few steps of {recipe} {setting} {label}")
             left = [job for job in jobs if job.state != "finished"]
             guess = estimate(jobs[0].run)
             if guess.seconds is None and left:

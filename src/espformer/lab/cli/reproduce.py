@@ -42,6 +42,9 @@ def reproduce(
     Finished runs are kept, interrupted ones go on, seed by seed, so that an interrupt leaves whole
     comparisons. The table goes to OUTPUT/EXPERIMENT/results.md.
 
+    Another trainer.epochs stretches the schedule with it: milestones, warm-up and annealing. Runs of
+    another experiment that these start from keep their own: 'start.overrides=[trainer.epochs=60]'.
+
     With --jobs on a GPU, start NVIDIA's MPS first (nvidia-cuda-mps-control -d): without it the runs
     take turns, and each is many times slower. Small models gain much from trainer.cuda_graph=true.
 
@@ -84,8 +87,12 @@ def do_and_report(
     save: Path | None,
     launcher: "Launch | None" = None,
 ) -> None:
-    """Do the runs of an experiment, then write and print its table, also after an interrupt."""
+    """Do the runs of an experiment, then write and print its table, also after an interrupt.
+
+    The results of other experiments, whose runs these start from, are written as well.
+    """
     from espformer.lab.machine import revision
+    from espformer.lab.recipes.recipe import load_recipe
     from espformer.lab.results.collect import write_report
     from espformer.lab.training.experiments import do_all
 
@@ -94,6 +101,9 @@ def do_and_report(
     try:
         failed = do_all(work, jobs, Console(), launcher)
     finally:
+        others = dict.fromkeys(job.run.recipe for job in work if job.run.recipe != recipe.name)
+        for name in others:
+            print(write_report(load_recipe(name), output, save)[0])
         print(*reversed(write_report(recipe, output, save)), sep="\n")
     if failed:
         raise typer.Exit(1)

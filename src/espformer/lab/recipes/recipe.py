@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -71,7 +71,8 @@ class Recipe:
             mechanism: label of a mechanism; the recipe's default unless given.
             setting: name of a setting; the first one unless given.
             seed: seed; the first one of the grid unless given.
-            overrides: `key.path=value` texts, which win over the recipe.
+            overrides: `key.path=value` texts, which win over the recipe. Another `trainer.epochs`
+                stretches what the recipe times by epochs, see :func:`_stretch`.
         """
         label = self.default_mechanism if mechanism is None else mechanism
         setting = next(iter(self.grid.settings)) if setting is None else setting
@@ -88,11 +89,15 @@ class Recipe:
             for key, value in values.items():
                 place = self.origins.of(("grid", group, name, key))
                 _override(raw, key, copy.deepcopy(value), origins, place)
+        planned = _epochs(raw)
+        said = []
         for text in overrides:
             key, equals, value = text.partition("=")
             if not equals or not key:
                 raise ConfigError(f"override '{text}': write it as key.path=value")
             _override(raw, key, read_text(value), origins, "the command line")
+            said.append(key)
+        _stretch(raw, planned, said)
         kind = _KINDS[self.task]
         _check_keys(kind, raw, origins)
         seed = self.grid.seeds[0] if seed is None else seed
@@ -200,6 +205,50 @@ def _override(raw: dict[str, Any], key: str, value: Any, origins: Origins, place
             "the options --mechanism, --setting, --seed and --only"
         )
     set_path(raw, path, value, origins, place)
+
+
+def _epochs(raw: dict[str, Any]) -> Any:
+    trainer = raw.get("trainer")
+    return trainer.get("epochs") if isinstance(trainer, dict) else None
+
+
+def _stretch(raw: dict[str, Any], planned: Any, said: Sequence[str]) -> None:
+    """Stretch a schedule to another number of epochs than the recipe plans, unless it is said.
+
+    Milestones, warm-up and the way of `straight_through` keep their share of the training, and
+    annealing its last temperature: ``factor ** epochs`` stays.
+
+    Args:
+        raw: the sections of a run, with the number of epochs that was asked for.
+        planned: the number that the recipe has.
+        said: keys that the overrides give.
+    """
+    epochs = _epochs(raw)
+    if not (_counts(planned) and _counts(epochs)) or epochs == planned:
+        return
+    share = epochs / planned
+
+    def shorten(section: str, key: str, change: Callable[[Any], Any]) -> None:
+        there = raw.get(section)
+        free = section not in said and f"{section}.{key}" not in said
+        if free and isinstance(there, dict) and there.get(key) is not None:
+            there[key] = change(there[key])
+
+    def scaled(number: Any) -> Any:
+        return max(1, round(number * share)) if _counts(number) else number
+
+    shorten("schedule", "warmup_steps", scaled)
+    shorten("straight_through", "epochs", scaled)
+    shorten("annealing", "factor", lambda factor: factor ** (1 / share))
+    shorten(
+        "schedule",
+        "milestones",
+        lambda epochs: sorted(set(map(scaled, epochs))) if isinstance(epochs, list) else epochs,
+    )
+
+
+def _counts(number: Any) -> bool:
+    return isinstance(number, int | float) and not isinstance(number, bool) and number > 0
 
 
 def _move(origins: Origins, source: tuple[str, ...], target: tuple[str, ...]) -> None:

@@ -26,6 +26,14 @@ __all__ = [
 ]
 
 
+class _Mistake(ValueError):
+    """Something wrong in a description, and the keys that lead to it."""
+
+    def __init__(self, message: str, *path: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """The data set, and how it is cut into batches."""
@@ -87,13 +95,17 @@ class Schedule:
     """Steps from `warmup_from` up to the learning rate, then it falls as 1/√step (inverse_sqrt)."""
     warmup_from: float = 1e-7
     first_step: int = 0
-    """Step at which the schedule begins: to go on with one (inverse_sqrt)."""
+    """Step at which the schedule begins (inverse_sqrt)."""
+    continues: bool = False
+    """Go on with the warm-up and the step of the run that this one starts from (inverse_sqrt)."""
 
     def __post_init__(self) -> None:
         if self.name == "milestones" and sorted(set(self.milestones)) != self.milestones:
             raise ValueError(f"milestones must be increasing epochs, got {self.milestones}")
         if self.name != "milestones" and self.milestones:
             raise ValueError(f"milestones belong to the schedule 'milestones', not '{self.name}'")
+        if self.continues and self.name != "inverse_sqrt":
+            raise ValueError(f"only the schedule 'inverse_sqrt' continues, not '{self.name}'")
         _positive(factor=self.factor, warmup_steps=self.warmup_steps)
         _not_negative(warmup_from=self.warmup_from, first_step=self.first_step)
 
@@ -171,7 +183,7 @@ class Trainer:
                 ("a precision other than 16-mixed", self.precision != "16-mixed"),
             ):
                 if not met:
-                    raise ValueError(f"cuda_graph needs {reason}")
+                    raise _Mistake(f"cuda_graph needs {reason}", "cuda_graph")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,10 +195,14 @@ class Start:
     """Label of the mechanism in that recipe; the same label unless given."""
     checkpoint: str | None = None
     """A checkpoint file, instead of a recipe."""
+    overrides: list[str] | None = None
+    """Overrides for the run of that recipe, such as ``trainer.epochs=20``."""
 
     def __post_init__(self) -> None:
         if (self.recipe is None) == (self.checkpoint is None):
             raise ValueError("give either a recipe or a checkpoint to start from")
+        if self.overrides and self.recipe is None:
+            raise ValueError("overrides are for the run of a recipe; a checkpoint is what it is")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +235,8 @@ class TrainingRun(Run):
     start: Start | None = None
     beam: int = 5
     """Translation: width of the beam."""
+    decode_every: int | None = None
+    """Translation: epochs between validations that translate, 5 unless given; the last one does."""
 
     memory_advice: ClassVar[str] = (
         "a smaller data.batch_size (half of it with trainer.accumulate=2 is the same step), or "
@@ -229,21 +247,29 @@ class TrainingRun(Run):
     @property
     def scores_before(self) -> tuple[str, ...]:
         """Names of the scores that are measured before training: none of random weights."""
-        return () if self.start is None else ("start",)
+        if self.start is None:
+            return ()
+        return ("start", "start_hard") if self.harden else ("start",)
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
-        _positive(beam=self.beam)
+        _positive(beam=self.beam, decode_every=self.decode_every)
+        if self.schedule.continues and self.start is None:
+            raise _Mistake("a schedule continues that of the run given as start", "schedule")
         if self.annealing is not None and self.straight_through is not None:
             raise ValueError("annealing and straight_through are two ways to one end: choose one")
         if self.trainer.strategy == "fsdp" and self.task == "translation":
-            raise ValueError("fsdp does not reach into a beam search: trainer.strategy=ddp does")
+            raise _Mistake(
+                "fsdp does not reach into a beam search: trainer.strategy=ddp does",
+                "trainer", "strategy",
+            )  # fmt: skip
         if self.trainer.cuda_graph and self.task == "translation":
-            raise ValueError(
-                "trainer.cuda_graph records one step for all batches of a shape, and hardly two "
-                "batches of a translation have one: train it without"
-            )
+            raise _Mistake(
+                "one recorded step serves all batches of a shape, and hardly two batches of a "
+                "translation have one: train it without",
+                "trainer", "cuda_graph",
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

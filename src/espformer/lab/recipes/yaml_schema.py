@@ -233,7 +233,7 @@ def _parse_dataclass(kind: Any, raw: Any, origins: Origins, path: KeyPath) -> An
     try:
         return kind(**values)
     except ValueError as error:
-        raise origins.error(path, str(error)) from None
+        raise origins.error((*path, *getattr(error, "path", ())), str(error)) from None
 
 
 def plain(value: Any) -> Any:

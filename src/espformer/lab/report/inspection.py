@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espformer.functional import esp_plan
 from espformer.lab.clock import seconds_per_call
 from espformer.lab.data import Task
 from espformer.lab.errors import RunError
 from espformer.lab.recipes.build import has_sort_temperature
 from espformer.lab.recipes.schema import TrainingRun
 from espformer.lab.training.assemble import load_task, load_weights, make_learner
+from espformer.lab.training.attention import recorded_calls, slice_weights
 from espformer.lab.training.checkpoints import read_checkpoint
 from espformer.lab.training.learner import Learner
 from espformer.lab.training.posttrain import open_checkpoint
 from espformer.lab.training.run_directory import read_curves, read_results
-from espformer.nn import ESP, get_sort_temperatures, harden, set_sort_temperature, soften
+from espformer.nn import get_sort_temperatures, harden, set_sort_temperature, soften
 
-__all__ = ["Example", "Frame", "Trained", "open_run", "slice_weights", "sum_errors"]
+__all__ = ["Example", "Frame", "Trained", "open_run", "sum_errors"]
 
 # Enough examples for a figure of a page; a table of a paper asks for all of them.
 SCORED = 512
@@ -154,7 +153,7 @@ class Trained:
     def slices(self, example: Example) -> list[tuple[str, Tensor]]:
         """The weights σ of the slices of every ESP mechanism: its name, ``(heads, slices)``."""
         model: Any = self.learner.model
-        with torch.no_grad(), _recorded(model) as calls:
+        with torch.no_grad(), recorded_calls(model) as calls:
             model.eval()
             model(example.inputs, mask=example.mask)
         return [(name, slice_weights(mechanism, *call)[0]) for name, mechanism, call in calls]
@@ -187,52 +186,6 @@ def sum_errors(matrices: Sequence[Tensor]) -> tuple[float, float]:
         max(float((matrix.sum(dim) - 1).abs().max()) for matrix in matrices) for dim in (-1, -2)
     )
     return rows, columns
-
-
-def slice_weights(mechanism: ESP, query: Tensor, key: Tensor, masks: dict[str, Any]) -> Tensor:
-    """σ = softmax(b - τ D) as the operator has it, ``(batch, heads, slices)``, slice by slice.
-
-    D is the squared distance of queries and keys under the plan of one slice alone.
-    """
-    settings = mechanism.arguments(query, training=False)
-    slices = settings.pop("slices")
-    tau, logits = settings.pop("inverse_temperature"), settings.pop("slice_logits")
-    width = query.shape[-1]
-    directions = torch.eye(width, device=query.device) if slices is None else slices
-    scale = settings["scale"] or width**-0.5
-    q, k = query.double() * scale, key.double() * scale
-    distance = (q.unsqueeze(-2) - k.unsqueeze(-3)).square().sum(-1)
-    costs = []
-    for index in range(directions.shape[-2]):
-        one = directions[..., index : index + 1, :]
-        plan = esp_plan(query, key, slices=one, inverse_temperature=0.0, **settings, **masks)
-        length = plan.sum((-2, -1)).clamp(min=1e-9)
-        costs.append((distance * plan).sum((-2, -1)) / length)
-    preferred = torch.stack(costs, -1).mul(-tau)
-    return (preferred if logits is None else preferred + logits).softmax(-1)
-
-
-@contextmanager
-def _recorded(model: torch.nn.Module) -> Iterator[list[tuple[str, ESP, tuple[Any, ...]]]]:
-    """Queries, keys and masks of every call of an ESP mechanism inside the block."""
-    calls: list[tuple[str, ESP, tuple[Any, ...]]] = []
-    hooks = []
-    for name, module in model.named_modules():
-        if isinstance(module, ESP):
-
-            def record(
-                mechanism: ESP, positional: tuple[Any, ...], named: dict[str, Any], name: str = name
-            ) -> None:
-                arguments = dict(zip(("query", "key", "value"), positional, strict=False)) | named
-                masks = {key: arguments.get(key) for key in ("query_mask", "key_mask")}
-                calls.append((name, mechanism, (arguments["query"], arguments["key"], masks)))
-
-            hooks.append(module.register_forward_pre_hook(record, with_kwargs=True))
-    try:
-        yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _without_padding(matrix: Tensor, mask: Tensor | None) -> Tensor:

@@ -158,7 +158,10 @@ def verdict(claim: Claim, found: Comparison) -> Verdict:
     return Verdict("open", f"not decided{loss}")
 
 
-SCORES = {"start": ", before training", "test": "", "hard": ", hard sort", "mean": ""}
+SCORES = {
+    "start": ", before training", "start_hard": ", before training, hard sort",
+    "test": "", "hard": ", hard sort", "mean": "",
+}  # fmt: skip
 """Scores that tables show, and what they add to the name of a row."""
 
 _SIGNS = {"held": "✓", "failed": "✗", "open": "?"}

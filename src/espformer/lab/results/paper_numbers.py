@@ -1,12 +1,12 @@
-"""The numbers that the paper prints, read from `paper_numbers.yaml`."""
+"""What the paper prints, and where we differ: `paper_numbers.yaml`, `paper_differences.yaml`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from espformer.lab.recipes.yaml_schema import read_yaml
 
-__all__ = ["TABLES", "Number", "Table"]
+__all__ = ["DIFFERENCES", "TABLES", "Differences", "Number", "Table"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Table:
     caption: str
     style: Style
     numbers: dict[Key, Number]
+    out_of_reach: dict[str, str] = field(default_factory=dict)
+    """Settings that cannot be run here, and why."""
 
 
 _CELLS: dict[Style, tuple[str, ...]] = {
@@ -57,9 +59,25 @@ def _read() -> dict[str, Table]:
                 for label, scores in rows.items()
                 for score, cell in scores.items()
             },
+            table.get("out_of_reach", {}),
         )
         for name, table in raw.items()
     }
 
 
 TABLES: dict[str, Table] = _read()
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Where a recipe leaves the paper."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    """Key path of a run, and its value in the paper."""
+    words: list[str] = field(default_factory=list)
+
+
+DIFFERENCES: dict[str, Differences] = {
+    name: Differences(**entry)
+    for name, entry in read_yaml(Path(__file__).with_name("paper_differences.yaml"))[0].items()
+}

@@ -7,9 +7,9 @@ from typing import Any
 
 from espformer.lab.clock import in_words
 from espformer.lab.recipes.recipe import Recipe
-from espformer.lab.recipes.yaml_schema import plain
+from espformer.lab.recipes.yaml_schema import Origins, plain, set_path
 from espformer.lab.results.claims import SCORES, claim_sentences, grid
-from espformer.lab.results.paper_numbers import TABLES, Number, Table
+from espformer.lab.results.paper_numbers import DIFFERENCES, TABLES, Differences, Number, Table
 from espformer.lab.training.run_directory import changes
 
 __all__ = ["in_order", "markdown", "summarise"]
@@ -94,7 +94,8 @@ def _scores(table: Table, results: list[Result]) -> list[str]:
     heads = list(settings)
     if table.style == "spread" or len(settings) == 1:
         ways = _WAYS.get(table.style, ("mean ± std",))
-        columns, heads = [(settings[0], way) for way in ways], list(ways)
+        columns = [(setting, way) for setting in settings for way in ways]
+        heads = [way if len(settings) == 1 else f"{setting}: {way}" for setting, way in columns]
     beside = any(key[0] in settings for key in table.numbers)
     lines = [["mechanism", *([""] if beside else []), "runs", *heads]]
     for label, score in rows:
@@ -124,7 +125,10 @@ def _behind(results: list[Result]) -> list[str]:
     """Write the table behind the scores: sums, sizes, times, learnt temperatures."""
     heads = {
         "row_error": "row sums off", "column_error": "column sums off", "entropy": "entropy",
+        "slice_weight": "largest slice weight", "spread": "spread",
     }  # fmt: skip
+    known = {name for result in results for name in result.get("attention", {})}
+    heads = {name: head for name, head in heads.items() if name in known}
     if not any("attention" in result for result in results):
         return []
     learns = any("learnt_sort_temperatures" in result for result in results)
@@ -151,6 +155,12 @@ def _behind(results: list[Result]) -> list[str]:
         "which differential attention may have, are left out. Examples per second are those of",
         "training steps alone, of runs that may have shared the machine with others.",
     ]
+    if "slice_weight" in known:
+        note += [
+            "The largest weight of a slice is over that of equal weights, and the spread is the",
+            "standard deviation of the numbers that are sorted: means over layers and heads, after",
+            "the last epoch.",
+        ]
     return [*grid(lines), *note, ""]
 
 
@@ -231,24 +241,19 @@ def _count(results: list[Result], settings: bool = False) -> str:
     return ", ".join([runs, *which, seed])
 
 
+# Parts of a run that the paper tells, where a recipe has its number.
+_TOLD = (
+    "annealing.", "beam", "data.batch_size", "data.max_tokens", "data.set.", "label_smoothing",
+    "mechanism.", "model.", "optimizer.learning_rate", "optimizer.name", "schedule.",
+    "trainer.epochs",
+)  # fmt: skip
+
+
 def _differences(recipe: Recipe, table: Table, results: list[Result]) -> list[str]:
     """List what is not as in the paper, or not as in the recipe where there is no paper."""
-    of = "the paper" if table.caption else "the recipe"
-    lines: list[str] = []
-    changed: dict[tuple[str, Any, Any], list[str]] = defaultdict(list)
-    for result in results:
-        label, setting = result["mechanism"], result["setting"]
-        if label in recipe.mechanisms and setting in recipe.grid.settings:
-            asked = plain(recipe.run(label, setting, result["seed"]))
-            for key, ours, here in changes(asked, result["config"]):
-                # A key that came later is not known to older results.
-                if here is not None or key.startswith(("mechanism", "model", "data.set")):
-                    changed[key, str(ours), str(here)].append(label)
-    for (key, asked_for, here), labels in changed.items():
-        which = sorted(set(labels))
-        everyone = len(which) == len({r["mechanism"] for r in results})
-        whose = "" if everyone else f" ({_some(which)})"
-        lines.append(f"`{key}` is {here}, the recipe has {asked_for}{whose}")
+    lines = [*DIFFERENCES.get(recipe.name, Differences()).words] if table.caption else []
+    lines += _changed(recipe, table, results)
+    lines += [f"{setting}: {why}" for setting, why in table.out_of_reach.items()]
     left = [s for s in recipe.grid.settings if s not in {r["setting"] for r in results}]
     if left:
         lines.append(f"settings not run: {_some(left)}")
@@ -262,7 +267,36 @@ def _differences(recipe: Recipe, table: Table, results: list[Result]) -> list[st
     lines += [f"data: {fact}" for fact in dict.fromkeys(facts)]
     if not lines:
         return []
+    of = "the paper" if table.caption else "the recipe"
     return [f"- Differs from {of}:", *(f"  - {line}" for line in lines)]
+
+
+def _changed(recipe: Recipe, table: Table, results: list[Result]) -> list[str]:
+    """Say which keys are not those of the paper, as far as it tells, or of the recipe."""
+    printed = {label for _, label, _ in table.numbers} if table.numbers else set(recipe.mechanisms)
+    theirs = DIFFERENCES.get(recipe.name, Differences()).values
+    changed: dict[tuple[str, Any, str, str], list[str]] = defaultdict(list)
+    for result in results:
+        label, setting = result["mechanism"], result["setting"]
+        if label not in recipe.mechanisms or setting not in recipe.grid.settings:
+            continue
+        asked = plain(recipe.run(label, setting, result["seed"]))
+        if label in printed:
+            for key, value in theirs.items():
+                set_path(asked, tuple(key.split(".")), value, Origins(), "")
+        for key, wanted, here in changes(asked, result["config"]):
+            # A key that came later is not known to older results.
+            if here is not None or key.startswith(("mechanism", "model", "data.set")):
+                told = bool(table.caption) and label in printed and key.startswith(_TOLD)
+                whose = "the paper" if told else "the recipe"
+                changed[key, str(wanted), str(here), whose].append(label)
+    lines = []
+    for (key, wanted, here, whose), labels in changed.items():
+        which = sorted(set(labels))
+        everyone = len(which) == len({r["mechanism"] for r in results})
+        of = "" if everyone else f" ({_some(which)})"
+        lines.append(f"`{key}` is {here}, {whose} has {wanted}{of}")
+    return lines
 
 
 def _some(names: Iterable[str]) -> str:

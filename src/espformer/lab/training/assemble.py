@@ -125,11 +125,14 @@ class TaskData(LightningDataModule):
         run: the run.
         task: its data.
         resume: (epoch, batch) at which training goes on.
+        least: examples that a training batch needs on each device.
     """
 
-    def __init__(self, run: TrainingRun, task: Task, resume: tuple[int, int] = (0, 0)) -> None:
+    def __init__(
+        self, run: TrainingRun, task: Task, resume: tuple[int, int] = (0, 0), least: int = 1
+    ) -> None:
         super().__init__()
-        self.run, self.task, self.resume = run, task, resume
+        self.run, self.task, self.resume, self.least = run, task, resume, least
 
     def transfer_batch_to_device(
         self, batch: Any, device: torch.device, dataloader_idx: int
@@ -148,6 +151,7 @@ class TaskData(LightningDataModule):
             max_tokens=data.max_tokens,
             lengths=_lengths(self.task.train) if alike else None,
             resume=self.resume,
+            least=self.least,
         )
 
     def val_dataloader(self) -> Loader:
@@ -161,7 +165,9 @@ class TaskData(LightningDataModule):
     def _evaluation_loader(self, split: Dataset[Any]) -> Loader:
         data = self.run.data
         size = data.batch_size if data.eval_batch_size is None else data.eval_batch_size
-        return self._loader(split, batch_size=size, shuffle=False)
+        # A search for translations is as long as the longest sentence of the batch.
+        lengths = _lengths(split)[:1] if self.run.task == "translation" else None
+        return self._loader(split, batch_size=size, shuffle=False, lengths=lengths)
 
     def _loader(self, split: Any, **options: Any) -> Loader:
         trainer = self.trainer

@@ -39,7 +39,8 @@ class SeededBatches(Sampler[list[int]]):
 
     Every process makes the same global batches and takes its share of each, so the number of
     processes changes who computes a step, not what the step is. A last training batch with fewer
-    examples than processes is left out; in evaluation it joins the batch before it.
+    than `least` examples for each process is left out; in evaluation one that has not an example
+    for each joins the batch before it.
 
     Args:
         size: number of examples.
@@ -53,6 +54,7 @@ class SeededBatches(Sampler[list[int]]):
         rank: index of this process.
         world: number of processes.
         resume: (epoch, batch) at which that epoch begins, for a run that goes on inside it.
+        least: examples that each process needs for a training step; batch norms need two.
     """
 
     def __init__(
@@ -67,7 +69,9 @@ class SeededBatches(Sampler[list[int]]):
         rank: int = 0,
         world: int = 1,
         resume: tuple[int, int] = (0, 0),
+        least: int = 1,
     ) -> None:
+        self.least = least if shuffle else 1
         self.size, self.batch_size, self.max_tokens = size, batch_size, max_tokens
         self.lengths = None if lengths is None else [torch.as_tensor(side) for side in lengths]
         self.shuffle, self.seed = shuffle, seed
@@ -82,7 +86,10 @@ class SeededBatches(Sampler[list[int]]):
             raise RunError(f"a data set of {size} examples cannot be shared by {world} processes")
         self._count = len(self._global_batches(0))
         if self._count == 0:
-            raise RunError(f"no batch can be made of {size} examples with {world} processes")
+            needed = "" if self.least == 1 else f", of at least {self.least} examples for each"
+            raise RunError(
+                f"no batch can be made of {size} examples with {world} processes{needed}"
+            )
 
     @property
     def sampler(self) -> "SeededBatches":
@@ -121,9 +128,10 @@ class SeededBatches(Sampler[list[int]]):
             if self.shuffle:
                 shuffled = torch.randperm(len(batches), generator=generator).tolist()
                 batches = [batches[index] for index in shuffled]
-        whole = [batch for batch in batches if len(batch) >= self.world]
+        fewest = self.least * self.world
+        whole = [batch for batch in batches if len(batch) >= fewest]
         if not self.shuffle and len(whole) < len(batches):
-            rest = [batch for batch in batches if len(batch) < self.world]
+            rest = [batch for batch in batches if len(batch) < fewest]
             whole = [*whole[:-1], torch.cat([*whole[-1:], *rest])]
         return whole
 

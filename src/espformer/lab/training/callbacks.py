@@ -8,6 +8,11 @@ from torch import Tensor
 
 from espformer.lab.clock import Stopwatch
 from espformer.lab.recipes.schema import Annealing, StraightThrough
+from espformer.lab.training.attention import (
+    attention_statistics,
+    recorded_calls,
+    slice_statistics,
+)
 from espformer.lab.training.learner import Learner
 from espformer.nn import ESP, anneal, set_sort_temperature, set_straight_through
 
@@ -16,7 +21,6 @@ __all__ = [
     "AttentionStatistics",
     "StraightThroughShare",
     "Throughput",
-    "attention_statistics",
 ]
 
 
@@ -81,42 +85,12 @@ class StraightThroughShare(Callback):
         pl_module.log("straight_through", share, rank_zero_only=True)
 
 
-def attention_statistics(matrices: list[Tensor]) -> dict[str, float]:
-    """Say how far attention matrices are from doubly stochastic, and how spread out they are.
-
-    Args:
-        matrices: ``(batch, heads, N, M)`` each; empty rows and columns are padding. Matrices with
-            negative entries (differential attention) are no distributions and are left out.
-
-    Returns:
-        ``row_error`` and ``column_error``, the mean distance of the sums from one and from N/M, and
-        ``entropy``, the mean over rows divided by that of the uniform row: 1 is uniform, 0 a
-        permutation. Empty if nothing can be said.
-
-    Example:
-        >>> attention_statistics([torch.eye(4).expand(1, 1, 4, 4)])
-        {'row_error': 0.0, 'column_error': 0.0, 'entropy': 0.0}
-    """
-    row_errors, column_errors, entropies = [], [], []
-    for matrix in matrices:
-        matrix = matrix.detach().float()
-        if bool((matrix < -1e-6).any()):
-            continue
-        rows = matrix.ne(0).any(-1)
-        columns = matrix.ne(0).any(-2)
-        ratio = rows.sum(-1, keepdim=True) / columns.sum(-1, keepdim=True).clamp(min=1)
-        row_errors.append((matrix.sum(-1) - 1).abs()[rows])
-        column_errors.append((matrix.sum(-2) - ratio).abs()[columns])
-        uniform = columns.sum(-1, keepdim=True).clamp(min=2).log()
-        entropies.append((torch.special.entr(matrix.clamp(min=0)).sum(-1) / uniform)[rows])
-    if not row_errors or not sum(part.numel() for part in row_errors):
-        return {}
-    parts = {"row_error": row_errors, "column_error": column_errors, "entropy": entropies}
-    return {name: float(torch.cat(values).mean()) for name, values in parts.items()}
-
-
 class AttentionStatistics(Callback):
-    """Logs :func:`attention_statistics` after each epoch, on a few fixed validation examples."""
+    """Logs how the attention is after epochs with a validation, on a few fixed examples of it.
+
+    :func:`~espformer.lab.training.attention.attention_statistics` each time, and after the last
+    epoch :func:`~espformer.lab.training.attention.slice_statistics` too.
+    """
 
     examples = 4
 
@@ -127,7 +101,13 @@ class AttentionStatistics(Callback):
         assert isinstance(pl_module, Learner)
         model: Any = pl_module.model
         loader: Any = trainer.val_dataloaders
-        if loader is None or not hasattr(model, "attention_matrices"):
+        done, every = trainer.current_epoch + 1, trainer.check_val_every_n_epoch or 1
+        last = done == trainer.max_epochs
+        if (
+            loader is None
+            or not hasattr(model, "attention_matrices")
+            or not (last or done % every == 0)
+        ):
             return
         if self._batch is None:
             batch = next(iter(loader))
@@ -142,8 +122,10 @@ class AttentionStatistics(Callback):
         batch = {name: value.to(pl_module.device) for name, value in self._batch.items()}
         with torch.no_grad(), trainer.precision_plugin.forward_context():
             inputs = pl_module.prepare(batch["inputs"], training=False)
-            matrices = model.attention_matrices(inputs, batch.get("mask"))
-        for name, value in attention_statistics(matrices).items():
+            with recorded_calls(model) as calls:
+                matrices = model.attention_matrices(inputs, batch.get("mask"))
+            found = attention_statistics(matrices) | (slice_statistics(calls) if last else {})
+        for name, value in found.items():
             pl_module.log(f"attention/{name}", value, rank_zero_only=True)
 
 

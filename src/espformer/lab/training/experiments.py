@@ -38,8 +38,10 @@ from espformer.lab.training.trainer import start_run
 
 __all__ = ["Job", "do_all", "plan", "rough_work", "seed_by_seed"]
 
-# Overrides that also hold for the runs that an experiment starts from.
+# Overrides that also hold for the runs that an experiment starts from; how long those train is
+# another matter, for `start.overrides`.
 _SHARED = ("data.", "model.", "trainer.")
+_APART = "trainer.epochs="
 _POLL_SECONDS = 0.2
 # For all runs together to stop: who interrupts waits for the results.
 _PATIENCE_SECONDS = 15.0
@@ -103,7 +105,8 @@ def plan(
     for run in recipe.runs(seeds, overrides, only):
         needs = []
         if isinstance(run, TrainingRun) and run.start is not None and run.start.recipe is not None:
-            shared = [text for text in overrides if text.startswith(_SHARED)]
+            shared = [t for t in overrides if t.startswith(_SHARED) and not t.startswith(_APART)]
+            shared += run.start.overrides or []
             before = start_run(run, shared)
             job = _job(before, str(run.start.recipe), output, shared)
             jobs.setdefault(job.directory, job)

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from espformer.lab.recipes.schema import TrainingRun
+from espformer.lab.recipes.schema import Schedule, TrainingRun
 from espformer.lab.recipes.yaml_schema import plain
 from espformer.lab.training.batches import mix_seed
 from espformer.lab.training.events import ReportProgress
@@ -123,6 +123,8 @@ class Learner(LightningModule):
         self.augment = augment
         self.normalise = normalise
         self.means_of = {stage: EpochMeans() for stage in ("train", "valid", "test")}
+        self.continued: Schedule | None = None
+        """The schedule of the run that this one starts from, where it goes on with that."""
         self.position = (0, 0)
         """(epoch, batch) at which training goes on; set by who saves a checkpoint."""
         self._sharded = False
@@ -163,7 +165,9 @@ class Learner(LightningModule):
         # Lightning does not clip for fused optimisers under autocast.
         clips_mixed = config.clip_norm is not None and self.run.trainer.precision.endswith("mixed")
         optimizer = make_optimizer(self.model, config, allow_fused=not clips_mixed)
-        schedule = make_schedule(optimizer, self.run.schedule, config.learning_rate)
+        schedule = make_schedule(
+            optimizer, self.continued or self.run.schedule, config.learning_rate
+        )
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def on_train_start(self) -> None:
@@ -231,10 +235,13 @@ class Learner(LightningModule):
             "run": plain(self.run),
             "position": {"epoch": epoch, "batch": batch},
             "summed": self.means_of["train"].state() if batch else None,
+            "continued": plain(self.continued),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._summed = checkpoint[MARK].get("summed")
+        continued = checkpoint[MARK].get("continued")
+        self.continued = None if continued is None else Schedule(**continued)
 
 
 class Classifier(Learner):

@@ -17,10 +17,10 @@ from espformer.lab.errors import RunError, UserError
 from espformer.lab.machine import device_name
 from espformer.lab.recipes.build import build_mechanism
 from espformer.lab.recipes.schema import Run, TimingRun, TrainingRun
-from espformer.lab.recipes.yaml_schema import Spec
+from espformer.lab.recipes.yaml_schema import Spec, plain
 from espformer.lab.training import cuda_graphs
-from espformer.lab.training.assemble import load_task, make_learner
-from espformer.lab.training.callbacks import attention_statistics
+from espformer.lab.training.assemble import TaskData, load_task, make_learner
+from espformer.lab.training.attention import attention_statistics
 from espformer.lab.training.learner import Classifier, Learner
 from espformer.lab.training.optimizers import make_optimizer
 from espformer.nn import Attention
@@ -31,7 +31,7 @@ ROUNDS = 5
 _SECONDS_OF_A_ROUND = 0.2
 # A forward without its backward, as a part of a training step.
 _EVALUATION = 1 / 3
-_PATIENCE_SECONDS = 1.0
+_PATIENCE_SECONDS = 0.5
 _DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "64-true": torch.float64}
 
 
@@ -129,8 +129,8 @@ def throughput_line(measured: dict[str, Any]) -> str:
 
 def _training_step(run: TrainingRun, task: Task, device: torch.device) -> Callable[[], None]:
     """Make a function that does a whole training step, always on the same batch."""
-    plain = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, cuda_graph=False))
-    learner = make_learner(plain, task).to(device)
+    eager = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, cuda_graph=False))
+    learner = make_learner(eager, task).to(device)
     assert isinstance(learner, Classifier)
     if run.trainer.precision.endswith("-true"):
         learner.model.to(_DTYPES[run.trainer.precision])
@@ -189,17 +189,23 @@ class Estimator:
             return Estimate(None, None, task)
         batches = _batches(run, task)
         steps = math.ceil(batches / run.trainer.accumulate) * run.trainer.epochs
-        key = f"{run.model}{run.mechanism}{run.trainer.precision}{run.trainer.accelerator}"
+        few, times = _with_few_slices(run)
+        kind = _what_costs(plain(few.mechanism))
+        key = f"{run.model}{kind}{run.trainer.precision}{run.trainer.accelerator}"
         if key not in self._rates:
-            self._rates[key] = _seconds_per_example(run, task)
+            self._rates[key] = _seconds_per_example(few, task)
         rate = self._rates[key]
         if isinstance(rate, str):
             return Estimate(None, steps, rate)
         split: Any = task.test if task.valid is None else task.valid
-        examples = _examples(run, task) * run.trainer.epochs
+        if run.task == "translation":  # a rate per token, padding included
+            epoch = float(batches * (run.data.max_tokens or _padded(run, task.train)))
+            evaluation = _padded(run, split)
+        else:
+            epoch, evaluation = _examples(run, task), len(split)
         evaluations = math.ceil(run.trainer.epochs / run.trainer.validate_every) + 2
-        work = examples + _EVALUATION * evaluations * len(split)
-        return Estimate(work * rate / run.trainer.devices, steps)
+        work = epoch * run.trainer.epochs + _EVALUATION * evaluations * evaluation
+        return Estimate(times * work * rate / run.trainer.devices, steps)
 
     def _task(self, run: TrainingRun) -> Task | str:
         key = f"{run.data.set}{run.data.directory}"
@@ -220,19 +226,62 @@ def _examples(run: TrainingRun, task: Task) -> int:
 def _batches(run: TrainingRun, task: Task) -> int:
     split: Any = task.train
     if run.data.max_tokens is not None and hasattr(split, "source_lengths"):
-        lengths = torch.maximum(split.source_lengths, split.target_lengths)
-        whole = math.ceil(int(lengths.sum()) / run.data.max_tokens)
+        whole = len(TaskData(run, task).train_dataloader())
     else:
         whole = math.ceil(len(split) / run.data.batch_size)
     return whole if run.trainer.limit_batches is None else min(whole, run.trainer.limit_batches)
 
 
+def _padded(run: TrainingRun, split: Any) -> float:
+    """Tokens of a split of sentence pairs in batches of like length, padding included."""
+    size = run.data.eval_batch_size or run.data.batch_size
+    lengths = torch.maximum(split.source_lengths, split.target_lengths).sort().values
+    return float(sum(len(batch) * int(batch[-1]) for batch in lengths.split(size)))
+
+
+# Slices that are timed: a step of many takes as many times longer, and would be waited for.
+_FEW_SLICES = 8
+
+
+def _with_few_slices(run: TrainingRun) -> tuple[TrainingRun, float]:
+    """Return the run with at most a few slices, and the factor that its steps take longer."""
+    slices = run.mechanism.arguments.get("slices")
+    if not isinstance(slices, int) or slices <= _FEW_SLICES:
+        return run, 1.0
+    few = Spec(run.mechanism.name, {**run.mechanism.arguments, "slices": _FEW_SLICES})
+    return dataclasses.replace(run, mechanism=few), slices / _FEW_SLICES
+
+
+# Numbers of a mechanism that no step takes longer for.
+_FREE = (
+    "sort_temperature", "inverse_temperature", "temperature_unit", "lambda_init", "epsilon",
+    "coupling",
+)  # fmt: skip
+
+
+def _what_costs(mechanism: Any) -> Any:
+    """Return the part of a mechanism's description that the time of a step depends on.
+
+    Example:
+        >>> _what_costs({"esp": {"slicer": "frozen", "slices": 8, "sort_temperature": 0.1}})
+        {'esp': {'slices': 8}}
+    """
+    if not isinstance(mechanism, dict):
+        return mechanism
+    same = (*_FREE, "slicer") if "slices" in mechanism else _FREE
+    return {name: _what_costs(value) for name, value in mechanism.items() if name not in same}
+
+
 def _seconds_per_example(run: TrainingRun, task: Task) -> float | str:
-    """Time a training step per example, with a few examples: fewer where one takes long."""
+    """Time a training step per example, with a few of them: fewer where one takes long.
+
+    Of sentence pairs it is the time per token of a batch as the training has them.
+    """
     device = _device(run.trainer.accelerator)
     learner = make_learner(run, task).to(device)
     optimizer = make_optimizer(learner.model, run.optimizer)
     half = "bf16" in run.trainer.precision or run.trainer.precision.startswith("16")
+    examples: Any = task.train
 
     def step() -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=half):
@@ -241,15 +290,20 @@ def _seconds_per_example(run: TrainingRun, task: Task) -> float | str:
         optimizer.step()
         optimizer.zero_grad()
 
-    count, rate = 1, 0.0
+    # Two at least: batch norms need a variance.
+    most = max(2, min(run.data.batch_size, 64, len(examples)))
+    count, rate = 2, 0.0
     try:
-        while count <= min(run.data.batch_size, 64) and rate * count / 2 <= _PATIENCE_SECONDS:
+        while count <= most and rate * count / 2 <= _PATIENCE_SECONDS:
             if device.type == "cuda":
                 step()  # the first step of a size also prepares
             rate = seconds_per_call(step, device) / count
             count *= 2
     except torch.OutOfMemoryError:
         return "this device has too little memory for a batch"
+    if run.task == "translation":
+        batch = _batch(task, range(count // 2), device)
+        rate *= count // 2 / max(batch[name].numel() for name in ("source", "target"))
     return rate
 
 

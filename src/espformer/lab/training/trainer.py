@@ -1,6 +1,7 @@
 """One run, from its description to `results.json`: started, continued, or found finished."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import logging
@@ -16,6 +17,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 
 from espformer.lab.clock import Stopwatch
 from espformer.lab.data import Task
@@ -24,7 +26,7 @@ from espformer.lab.files import check_directory, lock, write_atomically
 from espformer.lab.machine import device_name, run_conditions
 from espformer.lab.recipes.build import has_sort_temperature
 from espformer.lab.recipes.recipe import load_recipe
-from espformer.lab.recipes.schema import FinetuneRun, Run, TimingRun, TrainingRun
+from espformer.lab.recipes.schema import FinetuneRun, Run, Schedule, TimingRun, TrainingRun
 from espformer.lab.recipes.schema import Trainer as TrainerConfig
 from espformer.lab.recipes.yaml_schema import plain
 from espformer.lab.training import cuda_graphs
@@ -48,7 +50,7 @@ from espformer.lab.training.run_directory import (
     run_directory,
 )
 from espformer.lab.training.timing import compare_with_softmax, throughput_line, time_mechanism
-from espformer.nn import harden, soften
+from espformer.nn import ESP, harden, soften
 
 __all__ = ["described", "execute", "make_trainer", "score_percent"]
 
@@ -138,9 +140,12 @@ def _train(
     last = directory / "last.ckpt"
     # Read before anything is built: a checkpoint that cannot be used stops the run here.
     position = _position(last, run) if last.exists() else None
-    if is_first_process():  # hardened out of an interrupted run, which now changes
+    if is_first_process():  # hardened or annealed out of an interrupted run, which now changes
         for name in ("hard.ckpt", "hard.json"):
             (directory / name).unlink(missing_ok=True)
+        if (directory / "anneal").is_dir():
+            former = len(list(directory.glob("anneal-before-*")))
+            (directory / "anneal").rename(directory / f"anneal-before-{former}")
     task = load_task(run)
     learner = make_learner(run, task)
     learner.begin(output or directory.parents[3])
@@ -149,7 +154,8 @@ def _train(
     trainer = make_trainer(
         run, directory, progress=progress, callbacks=learner.callbacks(), tell=tell
     )
-    scores = _Scores(trainer, learner, TaskData(run, task, position or (0, 0)))
+    data = TaskData(run, task, position or (0, 0), least=_least_examples(learner.model))
+    scores = _Scores(trainer, learner, data)
     scores.before_training(directory / "start.json", fresh=position is None)
     watch = Stopwatch()
     _fit(trainer, learner, scores.data, None if position is None else last)
@@ -187,6 +193,13 @@ def _train(
         "device": device_name(trainer.strategy.root_device),
         "devices": trainer.world_size,
     }
+
+
+def _least_examples(model: nn.Module) -> int:
+    """Of a batch: one example has no variance to normalise by."""
+    return 1 + any(
+        isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()
+    )
 
 
 def _fit(trainer: Trainer, learner: Learner, data: TaskData, checkpoint: Path | None) -> None:
@@ -375,9 +388,30 @@ def _begin_with(run: TrainingRun, learner: Learner, directory: Path, output: Pat
                 f"first: espformer train {before.recipe} --mechanism {before.label} "
                 f"--setting '{before.setting}' --seed {before.seed}"
             )
-    load_weights(learner.model, read_checkpoint(path)["state_dict"], str(path))
-    with contextlib.suppress(ValueError):  # no ESP mechanism inside
-        soften(learner.model)
+    checkpoint = read_checkpoint(path)
+    sorts = [module for module in learner.model.modules() if isinstance(module, ESP)]
+    asked = [module.options for module in sorts]
+    load_weights(learner.model, checkpoint["state_dict"], str(path))
+    described = checkpoint[MARK]["run"]
+    # Annealing goes on from where annealing has led to, unless the recipe asks for something else.
+    go_on = run.annealing is not None and described["mechanism"] == plain(run.mechanism)
+    for module, options in zip(sorts, asked, strict=True):
+        module.options = dataclasses.replace(module.options, hard=False) if go_on else options
+    if run.schedule.continues:
+        learner.continued = _continued(run, described, checkpoint["global_step"], path)
+
+
+def _continued(run: TrainingRun, before: dict[str, Any], steps: int, path: Path) -> Schedule:
+    """The schedule of the run that this one starts from, at the step where that one stopped."""
+    schedule = before.get("schedule", {})
+    if schedule.get("name") != run.schedule.name:
+        raise RunError(
+            f"{path}: was trained with the schedule '{schedule.get('name')}', and this run cannot "
+            f"continue it with '{run.schedule.name}'; give schedule.continues=false"
+        )
+    first = schedule.get("first_step", 0) + steps
+    warmup = schedule["warmup_steps"]
+    return dataclasses.replace(run.schedule, first_step=first, warmup_steps=warmup)
 
 
 def start_run(run: TrainingRun, overrides: Sequence[str] = ()) -> Run:

@@ -1,4 +1,7 @@
-"""Training a translator: label-smoothed cross-entropy per token, BLEU by beam search."""
+"""Training a translator: label-smoothed cross-entropy per token, BLEU by beam search.
+
+A search takes many times as long as a loss: most validations measure the loss alone.
+"""
 
 from typing import Any
 
@@ -13,6 +16,9 @@ from espformer.lab.training.batches import SeededBatches
 from espformer.lab.training.learner import Learner, at_least_float32
 
 __all__ = ["Translator", "corpus_bleu"]
+
+DECODE_EVERY = 5
+"""Epochs between validations that search for translations, unless a run says another number."""
 
 
 def corpus_bleu(hypotheses: list[str], references: list[str], tokenize: str = "13a") -> float:
@@ -51,6 +57,7 @@ class Translator(Learner):
         super().__init__(run, model)
         self.task = task
         self._hypotheses: list[str] = []
+        self._searches = True
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss, tokens = self._measure("train", batch, self.run.label_smoothing)
@@ -58,14 +65,22 @@ class Translator(Learner):
         return self.weighted(loss, tokens)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._evaluate("valid", batch)
+        self._measure("valid", batch, smoothing=0.0)
+        if self._searches:
+            self._translate(batch)
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._evaluate("test", batch)
+        self._measure("test", batch, smoothing=0.0)
+        self._translate(batch)
 
     def on_validation_epoch_start(self) -> None:
         super().on_validation_epoch_start()
         self._hypotheses = []
+        done, every = self.current_epoch + 1, self.run.decode_every or DECODE_EVERY
+        last = self.trainer.max_epochs
+        # The last validation of a training, which may be some epochs before its end.
+        follows = done + (self.trainer.check_val_every_n_epoch or 1)
+        self._searches = done % every == 0 or last is None or follows > last
 
     def on_test_epoch_start(self) -> None:
         super().on_test_epoch_start()
@@ -73,8 +88,9 @@ class Translator(Learner):
 
     def on_validation_epoch_end(self) -> None:
         super().on_validation_epoch_end()
-        split = self.task.test if self.task.valid is None else self.task.valid
-        self._log_bleu("valid", split, self.trainer.val_dataloaders)
+        if self._searches:
+            split = self.task.test if self.task.valid is None else self.task.valid
+            self._log_bleu("valid", split, self.trainer.val_dataloaders)
 
     def on_test_epoch_end(self) -> None:
         super().on_test_epoch_end()
@@ -96,8 +112,7 @@ class Translator(Learner):
         self.means_of[stage].add(loss, tokens)
         return loss, tokens
 
-    def _evaluate(self, stage: str, batch: dict[str, Tensor]) -> None:
-        self._measure(stage, batch, smoothing=0.0)
+    def _translate(self, batch: dict[str, Tensor]) -> None:
         model: Any = self.model
         tokens = model.translate(batch["source"], batch["source_mask"], beam=self.run.beam)
         vocabulary: Any = self.task.vocabulary
