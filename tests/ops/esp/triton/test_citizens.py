@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 import espformer
 from espformer.ops.esp.triton import costs, hard_plan, soft_plan, sort, states
-from espformer.ops.esp.triton.normalise import balanced_scales, row_scales
+from espformer.ops.esp.triton.normalise import balanced_scales, in_spreads, row_scales
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -55,23 +55,25 @@ def strided(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         "cross_plans",
         "row_scales",
         "balanced_scales",
+        "in_spreads",
         "norm_costs",
         "centre_rows",
     ],
 )
 def test_soft_operators(name: str) -> None:
     rows = numbers(1, 6, 4).requires_grad_()
-    values, _, order, _, width, scale, *_ = plan()
+    points, _, order, _, width, scale, *_ = plan()
     lengths = torch.full((1,), 4, device=DEVICE).int()
     calls = {
         "apply_plans": (soft_plan.apply_plans, (rows, torch.rand(1, 2, device=DEVICE), 6, *plan())),
         "cross_plans": (soft_plan.cross_plans, (rows, numbers(1, 6, 4), *plan())),
-        "row_scales": (row_scales, (values, lengths, width, "absolute", True)),
-        "balanced_scales": (balanced_scales, (values, lengths, width, "absolute", True)),
+        "in_spreads": (in_spreads, (points, lengths)),
+        "row_scales": (row_scales, (points, lengths, width, "absolute", True)),
+        "balanced_scales": (balanced_scales, (points, lengths, width, "absolute", True)),
         "centre_rows": (costs.centre_rows, (rows, numbers(1, 4), None, 0.5)),
         "norm_costs": (
             costs.norm_costs,
-            (torch.rand(1, 6, device=DEVICE), order, scale, None, values, width, "absolute", True),
+            (torch.rand(1, 6, device=DEVICE), order, scale, None, points, width, "absolute", True),
         ),
     }
     operator, arguments = calls[name]

@@ -17,6 +17,7 @@ from espformer.ops.esp.triton.costs import centre_grad_kernel, centre_kernel
 from espformer.ops.esp.triton.costs import norm_costs_grad_kernel, norm_costs_kernel
 from espformer.ops.esp.triton.hard_plan import compose_kernel, gather_kernel, pair_kernel
 from espformer.ops.esp.triton.normalise import BACKWARD, FORWARD, balance_kernel, column_kernel
+from espformer.ops.esp.triton.normalise import spread_grad_kernel, spread_kernel
 from espformer.ops.esp.triton.soft_plan import apply_kernel, cross_kernel
 from espformer.ops.esp.triton.sort import match_kernel, match_runs_kernel, merge_runs_kernel
 from espformer.ops.esp.triton.sort import pack_kernel, rank_kernel, sort_config, sort_runs_kernel
@@ -127,6 +128,8 @@ for table in (ABSOLUTE, GAUSSIAN[4]):
     build(norm_costs_grad_kernel, poles | dict(ATOMIC=False), warps=1)
     ones = dict(ATOMIC=True, in_scale_ptr=None, d_in_scale_ptr=None)
     build(norm_costs_grad_kernel, poles | ones, warps=1)
+build(spread_kernel, dict(LEAST_SIZE=1e-28, LEAST_SHARE=1e-6, BLOCK=1024))
+build(spread_grad_kernel, dict(lengths_ptr=None, BLOCK=1024))
 centre = dict(MASKED=True, D=64, BLOCK_N=64, BLOCK_D=64)
 half = dict(scale="fp32", mask_ptr="*u8", x_ptr="*bf16", rows_ptr="*bf16")
 half |= dict(d_rows_ptr="*bf16", dx_ptr="*bf16")
@@ -170,4 +173,4 @@ def test_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert len(run.stdout.splitlines()) == 132
+    assert len(run.stdout.splitlines()) == 134

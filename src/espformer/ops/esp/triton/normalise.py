@@ -1,6 +1,12 @@
-"""Normalisers of soft sorts: scales that make κ row-stochastic, or doubly stochastic.
+"""Normalised soft sorts: points in units of their spread, and scales that make κ stochastic.
 
-The torch twin is :class:`espformer.ops.esp.linear.SoftMixing`.
+The torch twins are :func:`espformer.ops.esp.problem.spread` and
+:class:`espformer.ops.esp.linear.SoftMixing`.
+
+**Spread.** ``y = x / s`` with s the standard deviation of the points of a slice that take part. Its
+gradient is ``(g_i - (Σ_j g_j y_j) (y_i - ȳ) / n) / s``; no gradient flows through s where it is a
+floor. Points are sorted, so the largest ones are the two ends, and measured from the one in the
+middle, which is within s of the mean, one pass finds both mean and variance.
 
 **Columns.** A column is too thin for the tensor cores, so these kernels scan along the ranks:
 blocks of ranks are scanned in parallel (``tl.associative_scan`` of (decay, sum) pairs), and a carry
@@ -433,6 +439,148 @@ def row_scales_backward(
 
 
 register_scales(row_scales, row_scales_backward)
+
+
+# As in `espformer.ops.esp.problem.spread`: the least size of points, and the least spread as a share
+# of it.
+LEAST_SIZE = torch.finfo(torch.float32).tiny ** 0.75
+LEAST_SHARE = 8 * torch.finfo(torch.float32).eps
+
+
+@triton.jit
+def mean_and_variance(points_ptr, length, size, N, BLOCK: tl.constexpr):
+    """Of the first `length` points: the one in the middle, and mean and variance measured from it.
+
+    In units of `size`.
+    """
+    middle = tl.load(points_ptr + length // 2)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, N, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        x = (tl.load(points_ptr + n, mask=n < length, other=0.0) - middle) / size
+        x = tl.where(n < length, x, 0.0)
+        sums += x
+        squares += x * x
+    count = tl.maximum(length, 1)
+    mean = tl.sum(sums, 0) / count
+    return middle, mean, tl.sum(squares, 0) / count - mean * mean
+
+
+@triton.jit(do_not_specialize=("L",))
+def spread_kernel(
+    points_ptr,  # (B, L, N) float32, sorted
+    lengths_ptr,  # (B,) int32, or None
+    out_ptr,  # (B, L, N) float32
+    spread_ptr,  # (B, L) float32
+    N, L, LEAST_SIZE: tl.constexpr, LEAST_SHARE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Points of one slice in units of their spread."""
+    pair = tl.program_id(0).to(tl.int64)
+    points_ptr += pair * N
+    length = N
+    if lengths_ptr is not None:
+        length = tl.load(lengths_ptr + pair // L)
+    first, last = tl.load(points_ptr), tl.load(points_ptr + tl.maximum(length - 1, 0))
+    size = tl.maximum(tl.maximum(tl.abs(first), tl.abs(last)), LEAST_SIZE)
+    _, _, variance = mean_and_variance(points_ptr, length, size, N, BLOCK)
+    spread = size * tl.sqrt(tl.maximum(variance, LEAST_SHARE * LEAST_SHARE))
+    tl.store(spread_ptr + pair, spread)
+    for start in range(0, N, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        x = tl.load(points_ptr + n, mask=n < N, other=0.0)
+        tl.store(out_ptr + pair * N + n, x / spread, mask=n < N)
+
+
+@triton.jit(do_not_specialize=("L",))
+def spread_grad_kernel(
+    upstream_ptr,  # (B, L, N) float32
+    scaled_ptr,  # (B, L, N) float32: what spread_kernel gave
+    spread_ptr,  # (B, L) float32
+    lengths_ptr,  # (B,) int32, or None
+    dx_ptr,  # (B, L, N) float32
+    N, L, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the points of one slice."""
+    pair = tl.program_id(0).to(tl.int64)
+    upstream_ptr += pair * N
+    scaled_ptr += pair * N
+    length = N
+    if lengths_ptr is not None:
+        length = tl.load(lengths_ptr + pair // L)
+    middle, mean, variance = mean_and_variance(scaled_ptr, length, 1.0, N, BLOCK)
+    products = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, N, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        g = tl.load(upstream_ptr + n, mask=n < N, other=0.0)
+        products += g * tl.load(scaled_ptr + n, mask=n < N, other=0.0)
+    # In units of itself a spread is one, or less if it is a floor, through which nothing flows.
+    slope = tl.where(variance > 0.5, tl.sum(products, 0) / tl.maximum(length, 1), 0.0)
+    spread = tl.load(spread_ptr + pair)
+    for start in range(0, N, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        g = tl.load(upstream_ptr + n, mask=n < N, other=0.0)
+        y = tl.load(scaled_ptr + n, mask=n < length, other=0.0)
+        g -= tl.where(n < length, slope * (y - middle - mean), 0.0)
+        tl.store(dx_ptr + pair * N + n, g / spread, mask=n < N)
+
+
+def _spread_config(points: Tensor) -> dict[str, Any]:
+    _, slices, ranks = points.shape
+    block = min(4096, max(LEAST_BLOCK, power_of_2(ranks)))
+    return {"N": ranks, "L": slices, "BLOCK": block, "num_warps": max(1, block // 512)}
+
+
+@operator("in_spreads")
+def in_spreads(points: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sorted points divided by their spread, (batch, L, N), and the spread, (batch, L).
+
+    Only the first `lengths` of every sequence are measured.
+    """
+    scaled, spread = torch.empty_like(points), points.new_empty(points.shape[:2])
+    spread_kernel[(points.shape[0] * points.shape[1],)](
+        points, lengths, scaled, spread, LEAST_SIZE=LEAST_SIZE, LEAST_SHARE=LEAST_SHARE,
+        **_spread_config(points),
+    )  # fmt: skip
+    return scaled, spread
+
+
+@in_spreads.register_fake
+def _(points: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    return points.new_empty(points.shape), points.new_empty(points.shape[:2])
+
+
+@operator("in_spreads_backward")
+def in_spreads_backward(
+    upstream: Tensor, scaled: Tensor, spread: Tensor, lengths: Tensor | None
+) -> Tensor:
+    """The gradient of the points."""
+    dx = torch.empty_like(scaled)
+    spread_grad_kernel[(scaled.shape[0] * scaled.shape[1],)](
+        upstream, scaled, spread, lengths, dx, **_spread_config(scaled)
+    )
+    return dx
+
+
+@in_spreads_backward.register_fake
+def _(upstream: Tensor, scaled: Tensor, spread: Tensor, lengths: Tensor | None) -> Tensor:
+    return scaled.new_empty(scaled.shape)
+
+
+def _spread_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output, inputs[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+@refuse_double_backward("espformer::in_spreads")
+def _spread_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    if grads[0] is None:
+        return None, None
+    return in_spreads_backward(grads[0], *ctx.saved_tensors), None
+
+
+in_spreads.register_autograd(_spread_backward, setup_context=_spread_setup)
 
 
 # The first step starts from ones, and is a plain square root.

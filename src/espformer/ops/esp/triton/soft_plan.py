@@ -47,7 +47,7 @@ from espformer.ops.esp import linear
 from espformer.ops.esp.coupling import Coupling, couple
 from espformer.ops.esp.problem import Problem
 from espformer.ops.esp.triton.costs import centre_rows, norm_costs
-from espformer.ops.esp.triton.normalise import balanced_scales, row_scales
+from espformer.ops.esp.triton.normalise import balanced_scales, in_spreads, row_scales
 from espformer.ops.esp.triton.plan import (
     PLAN_FIELDS,
     PLAN_SCHEMA,
@@ -55,7 +55,6 @@ from espformer.ops.esp.triton.plan import (
     Plan,
     SortedSide,
     make_plan,
-    valid_ranks,
 )
 from espformer.ops.esp.triton.primitives import (
     COUNTS,
@@ -678,7 +677,8 @@ def _sorted_side(
         ranking = linear.sort_tokens(x, mask)
         points, order = ranking.points.contiguous(), ranking.order.int()
     lengths = None if mask is None else mask.sum(-1, dtype=torch.int32)
-    points = problem.in_units(points, None if lengths is None else valid_ranks(points, lengths))
+    if problem.options.temperature_unit == "spread":
+        points, _ = in_spreads(points, lengths)
     arguments = points, lengths, inv_bandwidth, problem.options.metric, _fp32_rows(problem)
     if problem.options.balance == "rows":
         return SortedSide(points, order, lengths, row_scales(*arguments), None)
