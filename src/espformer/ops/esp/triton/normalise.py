@@ -441,8 +441,8 @@ def row_scales_backward(
 register_scales(row_scales, row_scales_backward)
 
 
-# As in `espformer.ops.esp.problem.spread`: the least size of points, and the least spread as a share
-# of it.
+# As in `espformer.ops.esp.problem.spread`: the least size of points, and the least spread as a
+# share of it.
 LEAST_SIZE = torch.finfo(torch.float32).tiny ** 0.75
 LEAST_SHARE = 8 * torch.finfo(torch.float32).eps
 
