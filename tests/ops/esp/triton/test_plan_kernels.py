@@ -8,7 +8,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from espformer.ops.esp.problem import spread
 from espformer.ops.esp.triton import costs, normalise, states
 from espformer.ops.esp.triton.plan import Plan
 from espformer.ops.esp.triton.soft_plan import PlanGradients, PlanKernels
@@ -251,44 +250,6 @@ def test_balanced_scales(
     slope = side.slopes(x, -x * v)
     close(found, slope)
     close(d_inv_bandwidth, (slope * points.detach()).sum((1, 2)) / side.rates.detach())
-
-
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-def test_points_in_units_of_their_spread(monkeypatch: pytest.MonkeyPatch, padded: bool) -> None:
-    """Several blocks; numbers far from zero, huge and tiny ones, equal ones, and none at all."""
-    monkeypatch.setattr(normalise, "LEAST_BLOCK", 4)
-    monkeypatch.setattr(normalise, "power_of_2", lambda _: 4)
-    numbers = torch.randn(2, 5, 11)
-    numbers[:, 1] += 100
-    numbers[:, 2] *= 1e30
-    numbers[:, 3] *= 1e-30
-    numbers[:, 4] = 0.3
-    points = numbers.sort(-1).values.to(DEVICE)
-    lengths, valid = None, None
-    if padded:
-        lengths = torch.tensor([7, 0], dtype=torch.int32, device=DEVICE)
-        ranks = torch.arange(11, device=DEVICE).expand(2, 1, 11)
-        last = (lengths - 1).clamp(min=0).view(2, 1, 1)
-        points = points.gather(-1, ranks.minimum(last).expand_as(points))
-        points[1] = 0
-        valid = ranks < lengths.view(2, 1, 1)
-    upstream = torch.randn_like(points)
-    points.requires_grad_()
-    scaled, found_spread = normalise.in_spreads(points, lengths)
-    (found,) = torch.autograd.grad(scaled, points, upstream)
-    exact = points.detach().double().requires_grad_()
-    # The floor of float32, which float64 would not need.
-    expected_spread = spread(exact.float(), valid).detach().double()
-    true_spread = spread(exact, valid)
-    floored = expected_spread > 2 * true_spread
-    expected = exact / torch.where(floored, expected_spread, true_spread)
-    assert bool(floored.any())
-    (gradient,) = torch.autograd.grad(expected, exact, upstream.double())
-    torch.testing.assert_close(found_spread.unsqueeze(-1).double(), expected_spread)
-    close(scaled.detach()[:, :4], expected.detach()[:, :4])
-    torch.testing.assert_close(scaled.detach().double(), expected.detach(), rtol=1e-5, atol=1e-4)
-    size = gradient.abs().amax(-1, keepdim=True).clamp(min=1e-30)
-    torch.testing.assert_close(found.double() / size, gradient / size, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
