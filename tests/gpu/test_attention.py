@@ -195,11 +195,30 @@ def test_balanced_long_sequences(metric: str) -> None:
     assert max(errors.values()) <= TOLERANCE[torch.float32], errors
 
 
-def test_half_precision_ranks_like_a_stable_sort() -> None:
-    from espformer.ops.esp.triton.sort import rank_halves
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("tokens", [197, 1000, 70_000])
+def test_ranks_are_those_of_a_stable_sort(tokens: int, dtype: torch.dtype) -> None:
+    """Words of 32 bits and of 64; more tokens than 16 bits can number."""
+    from espformer.ops.esp.triton.ranking import rank_points
 
-    x = torch.randn(3, 1000, 5, device="cuda").to(torch.bfloat16)
-    points, order = rank_halves(x, None, 0.5)
+    x = torch.randn(3, tokens, 5, device="cuda").to(dtype)
+    points, order, _ = rank_points(x, None, None, None, 0.5, False)
     expected, index = x.float().mT.sort(dim=-1, stable=True)
     torch.testing.assert_close(points, expected * 0.5, rtol=0, atol=0)
     assert torch.equal(order.long(), index)
+
+
+@pytest.mark.parametrize("tokens", [197, 1000, 5000])
+def test_projected_points_are_sorted(tokens: int) -> None:
+    """Points are those of the order that was found, in float32, and ascend."""
+    from espformer.ops.esp.triton.ranking import rank_points
+
+    x = torch.randn(6, tokens, 64, device="cuda").to(torch.bfloat16)
+    slices = torch.nn.functional.normalize(torch.randn(6, 8, 64, device="cuda"), dim=-1)
+    points, order, spread = rank_points(x, slices, None, None, 0.125, True)
+    exact = (slices.double() @ x.double().mT * 0.125).gather(-1, order.long())
+    assert bool((points.diff(dim=-1) >= 0).all())
+    exact_spread = exact.std(-1, correction=0)
+    torch.testing.assert_close(spread.double(), exact_spread, rtol=1e-5, atol=0)
+    expected = exact / exact_spread.unsqueeze(-1)
+    torch.testing.assert_close(points.double(), expected, rtol=1e-5, atol=1e-5)

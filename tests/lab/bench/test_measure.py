@@ -22,17 +22,17 @@ def run_cases(cases: list[Case], device: torch.device, **options: float) -> list
     return list(measure.run_cases(cases, device, **options))
 
 
-SMALL = Case("esp", "linear", tokens=9, heads=4, width=8, dtype="float32")
+SMALL = Case("esp-default", "linear", tokens=9, heads=4, width=8, dtype="float32")
 
 
 @pytest.fixture
 def register(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Adds an operator named `esp` with the backend `test`."""
+    """Adds an operator named `esp-default` with the backend `test`."""
 
     def add(attention: Any, **options: Any) -> Case:
-        one = Operator("esp", "test", lambda case, device: attention, 1, **options)
+        one = Operator("esp-default", "test", lambda case, device: attention, 1, **options)
         monkeypatch.setattr(
-            attentions, "OPERATORS", MappingProxyType({**OPERATORS, ("esp", "test"): one})
+            attentions, "OPERATORS", MappingProxyType({**OPERATORS, ("esp-default", "test"): one})
         )
         return replace(SMALL, backend="test")
 
@@ -55,8 +55,10 @@ def test_operators_are_right_here(pair: tuple[str, str]) -> None:
 
 
 def test_slices_are_given_to_oracle_and_operator_alike() -> None:
-    (row,) = run_cases([replace(SMALL, slices=5, mode=MODES[1])], CPU, row_seconds=0.02)
-    assert row.ok
+    few = replace(SMALL, slices=5, mode=MODES[1])
+    for case in (few, replace(few, learnt=True), replace(SMALL, qk_width=3, mode=MODES[1])):
+        (row,) = run_cases([case], CPU, row_seconds=0.02)
+        assert row.ok, row
 
 
 def wrong_output(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

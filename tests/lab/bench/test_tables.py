@@ -21,7 +21,9 @@ from espformer.lab.bench.tables import is_failure, verdict_cells, verdicts
 from espformer.lab.bench.targets import TARGETS, judge, target_cases
 
 BY_TITLE = {target.title: target for target in TARGETS}
-SOFT = BY_TITLE["soft forward, τ = 0, absolute, N = 1024"]
+SOFT = BY_TITLE["soft forward, τ = 0, squared, N = 1024"]
+GRAPH = BY_TITLE["soft forward, τ = 0, absolute, N = 1024"]
+OVER = BY_TITLE["hard forward, called from Python, over its graph"]
 RATIO = BY_TITLE["soft forward against dense ESP, N = 1024"]
 FROM = BY_TITLE["hard forward faster than flash attention from"]
 
@@ -54,15 +56,29 @@ def times(*milliseconds: float, target=SOFT, **options) -> dict[Case, Measuremen
 @pytest.mark.parametrize(
     ("milliseconds", "graph", "expected"),
     [
-        (0.39, math.nan, "met, and the aim"),
-        (0.9, math.nan, "met"),
-        (0.91, math.nan, "missed"),
-        (0.91, 0.5, "missed (met as a CUDA graph)"),
+        (0.99, math.nan, "met, and the aim"),
+        (2.5, math.nan, "met"),
+        (2.51, math.nan, "missed"),
+        (2.51, 0.5, "missed (met as a CUDA graph)"),
     ],
 )
 def test_verdicts(milliseconds: float, graph: float, expected: str) -> None:
     found = times(milliseconds, graph_milliseconds=graph)
     assert judge(SOFT, found).verdict == expected
+
+
+def test_targets_of_graphs_are_judged_by_them() -> None:
+    found = times(9.0, graph_milliseconds=0.5, target=GRAPH)
+    assert judge(GRAPH, found).verdict == "met"
+    assert judge(GRAPH, times(0.1, target=GRAPH)).verdict == "missed"  # not as a graph
+
+
+def test_calls_over_their_graphs() -> None:
+    """The share of Python is judged; a graph has none, and no number in that column."""
+    for milliseconds, verdict in ((1.04, "met, and the aim"), (1.1, "met"), (1.2, "missed")):
+        found = judge(OVER, times(milliseconds, graph_milliseconds=1.0, target=OVER))
+        assert found.verdict == verdict
+        assert math.isnan(found.graph_value)
 
 
 def test_ratios_and_crossings() -> None:
@@ -83,7 +99,9 @@ def test_a_wrong_row_meets_nothing() -> None:
     assert verdict_cells(verdict)[1] == ""
     assert is_failure([wrong])
     full = Measurement(case, status="out of memory")
-    assert judge(SOFT, {case: full}).verdict == "not measured (esp-mean/triton: out of memory)"
+    assert (
+        judge(SOFT, {case: full}).verdict == "not measured (esp-squared-mean/triton: out of memory)"
+    )
 
 
 def test_every_target_is_judged_once_its_rows_are_there() -> None:

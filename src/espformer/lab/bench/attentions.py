@@ -19,25 +19,30 @@ from espformer import functional
 from espformer.lab.bench.cases import PEER_FACTOR, TOLERANCES, Case
 from espformer.nn import Differential, Softmax
 
-__all__ = ["ESP", "OPERATORS", "SINKHORN", "Operator", "differential", "esp", "find"]
+__all__ = ["ESP", "OPERATORS", "SINKHORN", "Operator", "differential", "esp", "find", "parameters"]
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-# Options of esp_attention. Without a name of its own: absolute metric, t = τ = 0.1, soft sort.
+_SHARP: dict[str, Any] = {"metric": "squared", "sort_temperature": 1e-3}
+_MEAN: dict[str, Any] = {"inverse_temperature": 0.0}
+_PLAIN: dict[str, Any] = {
+    "sort_temperature": 0.1, "temperature_unit": "absolute", "inverse_temperature": 0.1,
+}  # fmt: skip
+# Options of esp_attention. Without a name of its own: absolute metric, t = τ = 0.1 in absolute
+# units, soft sort; "esp-default" has none, whatever they are.
 ESP: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
-        "esp": {},
-        "esp-mean": {"inverse_temperature": 0.0},
-        "esp-balanced": {"balance": "both"},
-        "esp-padded": {},
-        "esp-squared": {"metric": "squared", "sort_temperature": 1e-3},
-        "esp-squared-mean": {
-            "metric": "squared", "sort_temperature": 1e-3, "inverse_temperature": 0.0,
-        },
-        "esp-hard": {"hard": True},
-        "esp-hard-mean": {"hard": True, "inverse_temperature": 0.0},
+        "esp-default": {},
+        "esp": _PLAIN,
+        "esp-mean": _PLAIN | _MEAN,
+        "esp-balanced": _PLAIN | {"balance": "both"},
+        "esp-padded": _PLAIN,
+        "esp-squared": _PLAIN | _SHARP,
+        "esp-squared-mean": _PLAIN | _SHARP | _MEAN,
+        "esp-hard": _PLAIN | {"hard": True},
+        "esp-hard-mean": _PLAIN | _MEAN | {"hard": True},
     }
-)  # fmt: skip
+)
 
 SINKHORN: Mapping[str, int] = MappingProxyType({f"sinkhorn-{s}": s for s in (1, 3, 5, 21)})
 
@@ -78,9 +83,15 @@ def esp(case: Case, device: torch.device, *, backend: str) -> Attention:
         options["query_mask"] = options["key_mask"] = true_ones.unsqueeze(0)
     if case.slices is not None:
         generator = torch.Generator().manual_seed(case.seed)
-        theta = torch.randn(case.slices, case.width, generator=generator, dtype=torch.float64)
-        options["slices"] = F.normalize(theta, dim=-1).to(device)
+        theta = torch.randn(case.slices, case.query_width, generator=generator, dtype=torch.float64)
+        options["slices"] = F.normalize(theta, dim=-1).to(device).requires_grad_(case.learnt)
     return partial(functional.esp_attention, backend=backend, **options)
+
+
+def parameters(attention: Attention) -> list[Tensor]:
+    """What an attention learns besides its inputs: slices."""
+    slices = attention.keywords.get("slices") if isinstance(attention, partial) else None
+    return [slices] if slices is not None and slices.requires_grad else []
 
 
 # How many arrays of (heads, slices, N, N) numbers Algorithm 1 holds at once.

@@ -29,7 +29,9 @@ class Case:
     tokens: int = 1024
     heads: int = 64
     width: int = 64
-    slices: int | None = None  # `width` of them unless given
+    slices: int | None = None  # projected; unless given the axes of queries and keys
+    qk_width: int | None = None  # of queries and keys; `width`, that of values, unless given
+    learnt: bool = False  # slices are parameters, and have a gradient
     dtype: str = "bfloat16"
     seed: int = 0
 
@@ -39,21 +41,22 @@ class Case:
 
     @property
     def slice_count(self) -> int:
-        return self.width if self.slices is None else self.slices
+        return self.query_width if self.slices is None else self.slices
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return 1, self.heads, self.tokens, self.width
+    def query_width(self) -> int:
+        """Of queries and keys."""
+        return self.width if self.qk_width is None else self.qk_width
 
     def inputs(self, device: torch.device) -> list[Tensor]:
         """Queries, keys, values and an upstream gradient, the same for every operator."""
         generator = torch.Generator(device).manual_seed(self.seed)
         dtype = getattr(torch, self.dtype)
+        widths = (self.query_width, self.query_width, self.width, self.width)
+        shapes = [(1, self.heads, self.tokens, width) for width in widths]
         return [
-            torch.randn(self.shape, generator=generator, device=device, dtype=torch.float32).to(
-                dtype
-            )
-            for _ in range(4)
+            torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+            for shape in shapes
         ]
 
     def shrunk(self, factor: int) -> Case:

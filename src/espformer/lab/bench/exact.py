@@ -63,7 +63,8 @@ class Oracle:
     @staticmethod
     def _key(case: Case) -> tuple[object, ...]:
         return (
-            case.operator, case.tokens, case.heads, case.width, case.slices, case.dtype, case.seed,
+            case.operator, case.tokens, case.heads, case.width, case.qk_width, case.slices,
+            case.dtype, case.seed,
         )  # fmt: skip
 
     def __call__(self, case: Case) -> list[Tensor]:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from espformer.lab import clock
-from espformer.lab.bench.attentions import Attention, find
+from espformer.lab.bench.attentions import Attention, find, parameters
 from espformer.lab.bench.cases import Case, Measurement, largest_error
 from espformer.lab.bench.exact import Oracle, checked_heads, results
 
-__all__ = ["run_cases"]
+__all__ = ["calling", "run_cases"]
 
 # A captured graph keeps its memory, and only short calls are bound by launches.
 GRAPH_MILLISECONDS, GRAPH_MEGABYTES = 60.0, 20_000.0
@@ -84,7 +84,7 @@ def _checked_and_timed(
     if not error <= allowed:
         return Measurement(case, error=error, status=f"FAILED: error above {allowed:.0e}")
 
-    call = _call(attention, inputs, case.backward)
+    call = calling(attention, inputs, case.backward)
     size = sum(x.numel() * x.element_size() for x in inputs)
     estimate, peak = clock.seconds_and_peak(call, device, size)
     row = Measurement(case, 1e3 * estimate, peak_mb=peak, error=error)
@@ -101,7 +101,8 @@ def _checked_and_timed(
     return row
 
 
-def _call(attention: Attention, inputs: Sequence[Tensor], backward: bool) -> Callable[[], object]:
+def calling(attention: Attention, inputs: Sequence[Tensor], backward: bool) -> Callable[[], object]:
+    """The call that is timed: the output, or the gradients too."""
     query, key, value, upstream = inputs
     if not backward:
 
@@ -111,7 +112,8 @@ def _call(attention: Attention, inputs: Sequence[Tensor], backward: bool) -> Cal
 
         return forward
     leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-    return lambda: torch.autograd.grad(attention(*leaves), leaves, upstream, allow_unused=True)
+    wanted = [*leaves, *parameters(attention)]
+    return lambda: torch.autograd.grad(attention(*leaves), wanted, upstream, allow_unused=True)
 
 
 def _predicted_seconds(case: Case, rows: Sequence[Measurement]) -> float:
@@ -130,4 +132,7 @@ def _predicted_seconds(case: Case, rows: Sequence[Measurement]) -> float:
 
 
 def _kind(case: Case) -> tuple[object, ...]:
-    return case.operator, case.backend, case.mode, case.width, case.slices, case.dtype
+    return (
+        case.operator, case.backend, case.mode, case.width, case.qk_width, case.slices, case.learnt,
+        case.dtype,
+    )  # fmt: skip

@@ -36,9 +36,12 @@ VERDICT_COLUMNS = ("target", "measured", "as a CUDA graph", "required", "aim", "
 def cells(row: Measurement) -> list[str]:
     """Return one row of the table; numbers that there are none of are empty."""
     case = row.case
-    slices = str(case.slice_count) if case.operator.startswith("esp") else ""
+    slices = ""
+    if case.operator.startswith("esp"):
+        slices = f"{case.slice_count}" + (" learnt" if case.learnt else "")
+    width = f"{case.width}" if case.qk_width is None else f"{case.width}, {case.qk_width} to sort"
     return [
-        case.operator, case.backend, case.mode, str(case.tokens), str(case.heads), str(case.width),
+        case.operator, case.backend, case.mode, str(case.tokens), str(case.heads), width,
         slices, case.dtype, _number(row.milliseconds, ".4g"),
         _number(row.graph_milliseconds, ".4g"), _number(row.peak_mb, ".1f"),
         _number(row.error, ".1e"), row.status,

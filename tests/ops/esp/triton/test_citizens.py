@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import espformer
-from espformer.ops.esp.triton import costs, hard_plan, soft_plan, sort, states
+from espformer.ops.esp.triton import costs, hard_plan, ranking, soft_plan, sort, states
 from espformer.ops.esp.triton.normalise import balanced_scales, row_scales
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,17 +61,17 @@ def strided(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 )
 def test_soft_operators(name: str) -> None:
     rows = numbers(1, 6, 4).requires_grad_()
-    values, _, order, _, width, scale, *_ = plan()
+    points, _, order, _, width, scale, *_ = plan()
     lengths = torch.full((1,), 4, device=DEVICE).int()
     calls = {
         "apply_plans": (soft_plan.apply_plans, (rows, torch.rand(1, 2, device=DEVICE), 6, *plan())),
         "cross_plans": (soft_plan.cross_plans, (rows, numbers(1, 6, 4), *plan())),
-        "row_scales": (row_scales, (values, lengths, width, "absolute", True)),
-        "balanced_scales": (balanced_scales, (values, lengths, width, "absolute", True)),
+        "row_scales": (row_scales, (points, lengths, width, "absolute", True)),
+        "balanced_scales": (balanced_scales, (points, lengths, width, "absolute", True)),
         "centre_rows": (costs.centre_rows, (rows, numbers(1, 4), None, 0.5)),
         "norm_costs": (
             costs.norm_costs,
-            (torch.rand(1, 6, device=DEVICE), order, scale, None, values, width, "absolute", True),
+            (torch.rand(1, 6, device=DEVICE), order, scale, None, points, width, "absolute", True),
         ),
     }
     operator, arguments = calls[name]
@@ -81,19 +81,19 @@ def test_soft_operators(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["match", "apply_matching", "cross_matching", "matching_costs", "rank_halves", "match_halves"],
+    ["match", "apply_matching", "cross_matching", "matching_costs", "rank_points", "match_points"],
 )
 def test_hard_operators(name: str) -> None:
     order = numbers(1, 2, 6).argsort(-1).int()
     rows, weight = numbers(1, 6, 4).requires_grad_(), torch.rand(1, 2, device=DEVICE)
-    half = numbers(1, 6, 2).bfloat16().requires_grad_()
+    half, slices = numbers(1, 6, 2).bfloat16().requires_grad_(), numbers(1, 3, 2).requires_grad_()
     calls = {
         "match": (hard_plan.match, (order, order.flip(-1).contiguous())),
         "apply_matching": (hard_plan.apply_matching, (rows, weight, order)),
         "cross_matching": (hard_plan.cross_matching, (rows.detach(), numbers(1, 6, 4), order)),
         "matching_costs": (hard_plan.matching_costs, (rows, numbers(1, 6, 4), order)),
-        "rank_halves": (sort.rank_halves, (half, None, 0.5)),
-        "match_halves": (sort.match_halves, (half, half.detach().flip(1), None)),
+        "rank_points": (ranking.rank_points, (half, slices, None, None, 0.5, True)),
+        "match_points": (sort.match_points, (half, half.detach().flip(1), None, None, 0.5)),
     }
     operator, arguments = calls[name]
     torch.library.opcheck(operator.custom, arguments, test_utils=CHECKS)

@@ -17,10 +17,11 @@ from espformer.ops.esp.triton.costs import centre_grad_kernel, centre_kernel
 from espformer.ops.esp.triton.costs import norm_costs_grad_kernel, norm_costs_kernel
 from espformer.ops.esp.triton.hard_plan import compose_kernel, gather_kernel, pair_kernel
 from espformer.ops.esp.triton.normalise import BACKWARD, FORWARD, balance_kernel, column_kernel
+from espformer.ops.esp.triton.ranking import back_project_kernel, point_grad_kernel, spread_kernel
 from espformer.ops.esp.triton.soft_plan import apply_kernel, cross_kernel
 from espformer.ops.esp.triton.sort import match_kernel, match_runs_kernel, merge_runs_kernel
-from espformer.ops.esp.triton.sort import pack_kernel, rank_kernel, sort_config, sort_runs_kernel
-from espformer.ops.esp.triton.sort import unpack_kernel, unrank_kernel
+from espformer.ops.esp.triton.sort import pack_kernel, project_kernel, rank_kernel, sort_config
+from espformer.ops.esp.triton.sort import sort_runs_kernel, unpack_kernel
 from espformer.ops.esp.triton.states import REGISTERS, link_kernel, scan_kernel, state_table
 from espformer.ops.esp.triton.states import sums_kernel
 import triton.language as tl
@@ -127,6 +128,20 @@ for table in (ABSOLUTE, GAUSSIAN[4]):
     build(norm_costs_grad_kernel, poles | dict(ATOMIC=False), warps=1)
     ones = dict(ATOMIC=True, in_scale_ptr=None, d_in_scale_ptr=None)
     build(norm_costs_grad_kernel, poles | ones, warps=1)
+least = dict(LEAST_SIZE=1e-28, LEAST_SHARE=1e-6)
+build(spread_kernel, least | dict(BLOCK=4096), warps=8)
+for projected in (False, True):
+    grad = dict(TOKENS_FIRST=not projected, BLOCK=256)
+    grad |= dict(lengths_ptr=None) if projected else dict(spread_ptr=None)
+    dp = "*fp32" if projected else "*bf16"
+    build(point_grad_kernel, grad, warps=1, scale="fp32", dp_ptr=dp)
+for shared, width in ((True, 64), (False, 0)):
+    project = dict(SHARED=shared, D=width, BLOCK_N=64, BLOCK_D=64)
+    build(back_project_kernel, project, dx_ptr="*bf16")
+    for kind in ("*i32", "*i64"):
+        types = dict(x_ptr="*bf16", y_ptr="*bf16", mask_ptr="*u8", out_ptr=kind, scale="fp32")
+        none = {} if shared else dict(y_ptr=None)
+        build(project_kernel, project | none | dict(MASKED=shared), **types)
 centre = dict(MASKED=True, D=64, BLOCK_N=64, BLOCK_D=64)
 half = dict(scale="fp32", mask_ptr="*u8", x_ptr="*bf16", rows_ptr="*bf16")
 half |= dict(d_rows_ptr="*bf16", dx_ptr="*bf16")
@@ -137,26 +152,38 @@ build(gather_kernel, rows, warps=32, x_ptr="*bf16")
 for distance in (False, True):
     build(pair_kernel, rows | dict(DISTANCE=distance), warps=32, x_ptr="*bf16", y_ptr="*bf16")
 build(compose_kernel, dict(BLOCK=256), out_ptr="*i32")
-for kind in ("*i16", "*i32"):
-    pack = dict(MASKED=True, BLOCK_N=64, BLOCK_D=64)
-    build(pack_kernel, pack, x_ptr="*bf16", y_ptr="*bf16", mask_ptr="*u8", out_ptr=kind)
-half = dict(HALF=tl.bfloat16, INFINITY=0x7F80, MASKED=True)
-for tokens in (100, 1000):
-    sort = sort_config(tokens)
+for point, bits, infinity, kind, word in (
+    ("bf16", 16, 0x7F80, "i16", "*i32"), ("fp32", 32, 0x7F800000, "i32", "*i64")
+):
+    point_type = tl.bfloat16 if bits == 16 else tl.float32
+    for out in ("*" + kind, word):
+        pack = dict(BITS=bits, MASKED=True, BLOCK_N=64, BLOCK_D=64)
+        types = dict(x_ptr="*" + point, y_ptr="*" + point, mask_ptr="*u8", out_ptr=out)
+        build(pack_kernel, pack, scale="fp32", **types)
+    ends = dict(BITS=bits, INFINITY=infinity)
+    kinds = ends | dict(POINT=point_type, MASKED=True)
+    for tokens in (100, 1000):
+        sort = sort_config(tokens)
+        warps = sort["num_warps"]
+        sort = {key: value for key, value in sort.items() if key != "num_warps"}
+        for spread in ({}, dict(spread_ptr=None)):
+            rank = build(
+                rank_kernel, kinds | sort | least | spread, warps, scale="fp32", bits_ptr="*" + kind
+            )
+        types = dict(weight="fp32", bits_ptr="*" + kind, out_ptr="*i32")
+        match = build(match_kernel, ends | sort, warps, **types)
+        # Two names for one value before a loop, and it would carry one of them: the queries were
+        # lost.
+        carried = match.asm["ttir"].split("scf.for")[1].split("->")[1].split("{")[0]
+        assert carried.count("tensor<") == 2, carried
+    sort = sort_config(1024)
     warps = sort["num_warps"]
-    sort = {key: value for key, value in sort.items() if key != "num_warps"}
-    build(rank_kernel, half | sort, warps, scale="fp32", bits_ptr="*i16")
-    types = dict(weight="fp32", bits_ptr="*i16", out_ptr="*i32")
-    match = build(match_kernel, dict(INFINITY=0x7F80) | sort, warps, **types)
-    # Two names for one value before a loop, and it would carry one of them: the queries were lost.
-    carried = match.asm["ttir"].split("scf.for")[1].split("->")[1].split("{")[0]
-    assert carried.count("tensor<") == 2, carried
-sort = sort_config(1024)
-build(sort_runs_kernel, {k: v for k, v in sort.items() if k != "num_warps"}, sort["num_warps"])
-build(merge_runs_kernel, dict(BLOCK=1024, DIMS=sort["DIMS"]), sort["num_warps"], out_ptr="*i32")
-build(unpack_kernel, half | dict(BLOCK=1024), scale="fp32")
-build(match_runs_kernel, dict(INFINITY=0x7F80, BLOCK=1024, DIMS=10), warps=1, out_ptr="*i32")
-build(unrank_kernel, dict(BLOCK_N=128, BLOCK_L=16), scale="fp32", dx_ptr="*bf16")
+    run = {k: v for k, v in sort.items() if k != "num_warps"}
+    words = dict(words_ptr=word)
+    build(sort_runs_kernel, run, warps, **words)
+    build(merge_runs_kernel, dict(BLOCK=1024, DIMS=sort["DIMS"]), warps, out_ptr=word, **words)
+    build(unpack_kernel, kinds | dict(BLOCK=1024), scale="fp32", **words)
+    build(match_runs_kernel, ends | dict(BLOCK=1024, DIMS=10), warps=1, out_ptr="*i32", **words)
 """
 
 
@@ -170,4 +197,4 @@ def test_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert len(run.stdout.splitlines()) == 132
+    assert len(run.stdout.splitlines()) == 154

@@ -1,4 +1,4 @@
-"""Sorting of 16-bit tokens and hard plans: permutations, costs, and numbers that are not finite."""
+"""Sorting of tokens and hard plans: permutations, costs, and numbers that are not finite."""
 
 from typing import Any
 
@@ -11,13 +11,14 @@ pytest.importorskip("triton")
 import espformer
 from espformer.ops.esp.triton import sort
 from espformer.ops.esp.triton.hard_plan import gather_distance, gather_dot, gather_sum, match
-from espformer.ops.esp.triton.sort import match_halves, rank_halves
+from espformer.ops.esp.triton.ranking import masked_lengths, rank_points
+from espformer.ops.esp.triton.sort import match_points
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter takes a second for a row of 1000 tokens.
 TOKENS = (1, 2, 5, 33, 197, 1000, 2500, 5000, 65536) if DEVICE == "cuda" else (1, 2, 33, 100)
 # bfloat16 is wrong in the interpreter.
-DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16][: 3 if DEVICE == "cuda" else 2]
 NUMBERS = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
 
 
@@ -59,7 +60,7 @@ def _in_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_ranks_are_those_of_a_stable_sort(tokens: int, dtype: torch.dtype, masked: bool) -> None:
     query, key, mask = sides(tokens, dtype, masked)
-    points, order = rank_halves(query, mask, 0.5)
+    points, order, _ = rank_points(query, None, mask, masked_lengths(mask), 0.5, False)
     expected = orders(query, mask)
     assert torch.equal(order.long(), expected)
     sorted_points = query.mT.float().gather(-1, expected) * 0.5
@@ -68,7 +69,7 @@ def test_ranks_are_those_of_a_stable_sort(tokens: int, dtype: torch.dtype, maske
         positions = torch.arange(tokens, device=DEVICE).minimum(last)
         sorted_points = sorted_points.gather(-1, positions.expand_as(sorted_points))
     assert torch.equal(points, sorted_points)
-    matches, weights = match_halves(query, key, mask)
+    matches, weights = match_points(query, key, None, mask, 0.5)
     met = torch.empty_like(expected).scatter_(-1, expected, orders(key, mask))
     assert torch.equal(matches.long(), met)
     torch.testing.assert_close(weights, torch.full_like(weights, 1 / 3))
@@ -78,21 +79,25 @@ def test_ranks_are_those_of_a_stable_sort(tokens: int, dtype: torch.dtype, maske
 def test_runs_are_merged(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """Runs that are full, one that is not, and one without a partner."""
     monkeypatch.setattr(sort, "RUN", 8)
-    words = torch.rand(3, tokens, device=DEVICE).argsort(-1).int() - tokens // 2
-    assert torch.equal(sort.sort_rows(words.clone())[0], words.sort(-1).values)
+    words = torch.rand(3, tokens, device=DEVICE).argsort(-1) - tokens // 2
+    for word in (words.int(), words << 33 | 5):
+        assert torch.equal(sort.sort_rows(word.clone())[0], word.sort(-1).values)
 
 
 @pytest.mark.usefixtures("_in_runs")
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
 @pytest.mark.parametrize("side", [0, 1], ids=["query", "key"])
-def test_columns_that_are_not_finite(side: int, number: float, masked: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_columns_that_are_not_finite(
+    side: int, number: float, masked: bool, dtype: torch.dtype
+) -> None:
     """Their share and their sorted numbers are NaN; matches are permutations all the same."""
-    *both, mask = sides(21, torch.float16, masked)
+    *both, mask = sides(21, dtype, masked)
     x = both[side]
     x[0, 0, 1] = number
-    matches, weights = match_halves(*both, mask)
-    points, _ = rank_halves(x, mask, 1.0)
+    matches, weights = match_points(*both, None, mask, 1.0)
+    points, _, _ = rank_points(x, None, mask, masked_lengths(mask), 1.0, False)
     hit = torch.zeros(2, 3, dtype=torch.bool, device=DEVICE)
     hit[0, 1] = True
     assert torch.equal(weights.isnan(), hit)

@@ -21,10 +21,10 @@ from torch import Tensor
 from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
 from espformer.ops.common.sizes import ceil_div, power_of_2, width_arguments
-from espformer.ops.esp import linear
 from espformer.ops.esp.problem import Problem
 from espformer.ops.esp.triton.primitives import program_rows
-from espformer.ops.esp.triton.sort import MOST_TOKENS, match_halves
+from espformer.ops.esp.triton.ranking import masked_lengths, rank_points
+from espformer.ops.esp.triton.sort import match_points
 
 # Rows are read many times over, once for every slice. Where the rows of a head fit in the cache of
 # a multiprocessor, which is several times faster than the one that all share, a program takes so
@@ -283,15 +283,16 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
 def _matches(problem: Problem) -> tuple[Tensor, Tensor]:
     """The key that each query meets, (batch, L, N) in int32, and the weights of a plain mean."""
     with torch.no_grad():  # a permutation has no gradient
-        query, key = problem.query, problem.key
+        query, key, slices, scale = problem.query, problem.key, problem.slices, problem.scale
         masks = problem.query_mask, problem.key_mask
-        halves = query.dtype == key.dtype and query.dtype in (torch.bfloat16, torch.float16)
-        halves = halves and query.shape[-2] <= MOST_TOKENS and problem.scale > 0
-        if not halves or problem.slices is not None or problem.identity_side:
-            sides = problem.scaled().projections()
-            rankings = (linear.sort_tokens(*side) for side in zip(sides, masks, strict=True))
-            orders = [ranking.order.int() for ranking in rankings]
-            weights = problem.nonfinite_marker().unsqueeze(-1) + 1 / orders[0].shape[1]
-            return match(*orders), weights.expand(orders[0].shape[:2])
-        found: tuple[Tensor, Tensor] = match_halves(query, key, masks[0])
-        return found
+        if query.dtype == key.dtype and masks[0] is masks[1]:
+            found: tuple[Tensor, Tensor] = match_points(query, key, slices, masks[0], scale)
+            return found
+        sides = zip((query, key), masks, strict=True)
+        ranked = [
+            rank_points(x, slices, mask, masked_lengths(mask), scale, False) for x, mask in sides
+        ]
+        (q_points, q_order, _), (k_points, k_order, _) = ranked
+        # NaN if one side holds it.
+        weights = (q_points[..., 0] + k_points[..., 0]) * 0 + 1 / q_order.shape[1]
+        return match(q_order, k_order), weights

@@ -55,7 +55,6 @@ from espformer.ops.esp.triton.plan import (
     Plan,
     SortedSide,
     make_plan,
-    valid_ranks,
 )
 from espformer.ops.esp.triton.primitives import (
     COUNTS,
@@ -78,7 +77,7 @@ from espformer.ops.esp.triton.primitives import (
     to_wide_range,
     transposed_product,
 )
-from espformer.ops.esp.triton.sort import MOST_TOKENS, rank_halves
+from espformer.ops.esp.triton.ranking import masked_lengths, rank_points
 from espformer.ops.esp.triton.states import Chunks, chunk_states
 
 # More leave the second-level cache, fewer take more launches.
@@ -647,38 +646,24 @@ def _fp32_rows(problem: Problem) -> bool:
     return torch.promote_types(problem.query.dtype, problem.key.dtype) == torch.float32
 
 
-def _ranks_halves(problem: Problem) -> bool:
-    """Whether points are sorted as 16-bit words, which shows NaN in all points of its slice."""
-    most = max(problem.query.shape[-2], problem.key.shape[-2])
-    halves = all(x.dtype in (torch.bfloat16, torch.float16) for x in (problem.query, problem.key))
-    return halves and problem.slices is None and problem.scale > 0 and most <= MOST_TOKENS
-
-
 def _sorted_sides(problem: Problem, inv_bandwidth: Tensor) -> tuple[SortedSide, SortedSide]:
     """Queries and keys, sorted on every slice and normalised."""
-    halves = _ranks_halves(problem)
-    sides = (problem.query, problem.key) if halves else problem.scaled().projections()
+    masks = problem.query_mask, problem.key_mask
+    q_lengths = masked_lengths(masks[0])
+    lengths = q_lengths, q_lengths if masks[0] is masks[1] else masked_lengths(masks[1])
     queries, keys = (
-        _sorted_side(problem, *side, halves, inv_bandwidth)
-        for side in zip(sides, (problem.query_mask, problem.key_mask), strict=True)
+        _sorted_side(problem, *side, inv_bandwidth)
+        for side in zip((problem.query, problem.key), masks, lengths, strict=True)
     )
     return queries, keys
 
 
 def _sorted_side(
-    problem: Problem, x: Tensor, mask: Tensor | None, halves: bool, inv_bandwidth: Tensor
+    problem: Problem, x: Tensor, mask: Tensor | None, lengths: Tensor | None, inv_bandwidth: Tensor
 ) -> SortedSide:
-    """One side: points in rank order and in the unit of the temperature, and the scales of κ.
-
-    x are tokens, (batch, N, m), if `halves` are sorted, else projections, (batch, L, N).
-    """
-    if halves:
-        points, order = rank_halves(x, mask, problem.scale)
-    else:
-        ranking = linear.sort_tokens(x, mask)
-        points, order = ranking.points.contiguous(), ranking.order.int()
-    lengths = None if mask is None else mask.sum(-1, dtype=torch.int32)
-    points = problem.in_units(points, None if lengths is None else valid_ranks(points, lengths))
+    """Tokens, (batch, N, m), in rank order and in the unit of the temperature; the scales of κ."""
+    in_spreads = problem.options.temperature_unit == "spread"
+    points, order, _ = rank_points(x, problem.slices, mask, lengths, problem.scale, in_spreads)
     arguments = points, lengths, inv_bandwidth, problem.options.metric, _fp32_rows(problem)
     if problem.options.balance == "rows":
         return SortedSide(points, order, lengths, row_scales(*arguments), None)
@@ -711,7 +696,7 @@ def _slice_weights(
     weights = problem.slice_weights(costs)
     if weights is None:
         weights = queries.points.new_full((batch, slices), 1 / slices)
-    return weights if _ranks_halves(problem) else weights + problem.nonfinite_marker().unsqueeze(-1)
+    return weights
 
 
 def _norm_costs(

@@ -1,23 +1,25 @@
-"""Sorts the tokens of every slice, or matches those of queries and keys, for 16-bit tokens.
+"""Sorts the tokens of every slice, or matches those of queries and keys.
 
 The torch twin is :func:`espformer.ops.esp.linear.sort_tokens`.
 
-A 16-bit float, read as a signed integer with the lower bits of negative ones flipped, keeps its
-order. Put above the index of its token it can be sorted as one int32, is stable for free, and both
-parts come back by shifting.
+A float, read as a signed integer with the lower bits of negative ones flipped, keeps its order. Put
+above the index of its token it can be sorted as one word, is stable for free, and both parts come
+back by shifting. A point of 16 bits with an index of 16 makes an int32, all others an int64 (a
+*wide* word): points of float32, points that are projected on a slice, sequences of more than 65,536
+tokens.
 
 A short row of such words is sorted by one program, in the registers of a warp. Long rows are sorted
 in runs of RUN words, and neighbouring runs are merged until one is left. A program of a merge makes
 RUN words of its result: it finds where they begin in either run, and sorts out as many of both.
 
-- ``espformer::rank_halves``: sorted points and the token at each rank; its backward,
-  ``espformer::unrank``;
-- ``espformer::match_halves``: the key that each query meets in a hard plan.
+:func:`sort_points` is what `ranking.py` is made of; ``espformer::match_points`` is the key that
+each query meets in a hard plan.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,14 +27,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
-from espformer.ops.common.sizes import ceil_div, power_of_2
+from espformer.ops.common.sizes import ceil_div, power_of_2, width_arguments
 
 MOST_TOKENS = 1 << 16  # whose index has 16 bits
 # Words that one warp sorts, or merges; more warps would have to hand words to each other.
 RUN = 1024
-LAST = tl.constexpr(0x7FFFFFFF)  # no word is larger
+
+
+@triton.jit
+def last_word(dtype: tl.constexpr):
+    """No word is larger."""
+    bits: tl.constexpr = dtype.primitive_bitwidth
+    return tl.full([], (1 << (bits - 1)) - 1, dtype)
 
 
 @triton.jit
@@ -81,14 +88,16 @@ def sort_words(
 
 @triton.jit
 def sort_runs_kernel(
-    words_ptr,  # (rows, N) int32
+    words_ptr,  # (rows, N) words
     N, BLOCK: tl.constexpr, VECTOR: tl.constexpr, VECTORS: tl.constexpr, DIMS: tl.constexpr,
     HELD: tl.constexpr,
 ):  # fmt: skip
     """Sorts runs of BLOCK words, in place."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    words = tl.load(words_ptr + row * N + n, mask=n < N, other=LAST)
+    words = tl.load(
+        words_ptr + row * N + n, mask=n < N, other=last_word(words_ptr.dtype.element_ty)
+    )
     words = sort_words(words, BLOCK, VECTOR, VECTORS, DIMS, HELD)
     tl.store(words_ptr + row * N + n, words, mask=n < N)
 
@@ -117,8 +126,9 @@ def merged(words_ptr, start, N, LENGTH, BLOCK: tl.constexpr, DIMS: tl.constexpr)
             high = middle
     i = low + tl.arange(0, BLOCK)
     j = done - low + (BLOCK - 1 - tl.arange(0, BLOCK))
-    words = tl.load(run_ptr + i, mask=i < length, other=LAST)
-    others = tl.load(other_ptr + j, mask=j < other_length, other=LAST)
+    last = last_word(words_ptr.dtype.element_ty)
+    words = tl.load(run_ptr + i, mask=i < length, other=last)
+    others = tl.load(other_ptr + j, mask=j < other_length, other=last)
     cube = tl.reshape(tl.minimum(words, others), [2] * DIMS)
     ascending = tl.zeros_like(indicator(DIMS, 0))
     for step in tl.static_range(DIMS):
@@ -128,8 +138,8 @@ def merged(words_ptr, start, N, LENGTH, BLOCK: tl.constexpr, DIMS: tl.constexpr)
 
 @triton.jit
 def merge_runs_kernel(
-    words_ptr,  # (rows, N) int32, sorted in runs of LENGTH
-    out_ptr,  # (rows, N) int32, sorted in runs of twice that
+    words_ptr,  # (rows, N) words, sorted in runs of LENGTH
+    out_ptr,  # (rows, N) words, sorted in runs of twice that
     N, LENGTH, BLOCK: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
     """Merges the sorted runs of every row in pairs."""
@@ -152,7 +162,7 @@ def sort_config(tokens: int) -> dict[str, Any]:
 
 
 def sort_rows(words: Tensor, runs: int = 1) -> tuple[Tensor, int]:
-    """Rows of int32 words, sorted in at most so many runs, and their length; `words` are lost."""
+    """Rows of words, sorted in at most so many runs, and their length; `words` are lost."""
     tokens = words.shape[-1]
     rows = words.numel() // max(1, tokens)
     config = sort_config(RUN)
@@ -172,35 +182,53 @@ def merge_config() -> dict[str, Any]:
     return {name: config[name] for name in ("BLOCK", "DIMS", "num_warps")}
 
 
-# What padding sorts as: above every number, NaN included.
-PADDING = tl.constexpr(0x7FFF)
+# A point has the upper BITS of a word, its token the lower ones.
+@triton.jit
+def flip_negative(bits, BITS: tl.constexpr):
+    """The lower bits of negative integers flipped: floats to integers in their order, and back."""
+    return tl.where(bits < 0, bits ^ ((1 << (BITS - 1)) - 1), bits)
 
 
 @triton.jit
-def sortable(x):
-    """16-bit floats as integers in the same order, all below PADDING."""
-    bits = (x + 0.0).to(tl.int16, bitcast=True).to(tl.int32)  # minus zero is zero
-    return tl.minimum(tl.where(bits < 0, bits ^ 0x7FFF, bits), PADDING - 1)
+def sortable(x, present, BITS: tl.constexpr):
+    """Floats as integers in the same order, in int32; padding is above them, NaN included."""
+    x = x + 0.0  # minus zero is zero
+    if BITS == 32:
+        bits = x.to(tl.int32, bitcast=True)
+    else:
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32)
+    last: tl.constexpr = (1 << (BITS - 1)) - 1
+    return tl.where(present, tl.minimum(flip_negative(bits, BITS), last - 1), last)
 
 
 @triton.jit
-def pack_kernel(
-    x_ptr,  # (B, N, D) 16-bit floats
-    y_ptr,  # likewise, or None
-    mask_ptr,  # (B, N) bytes, if MASKED
-    out_ptr,  # (1 or 2, B, D, STRIDE) int16 or int32
-    N, D, STRIDE, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Columns of floats to rows of integers in the same order, x's and then y's.
+def make_words(bits, n, BITS: tl.constexpr):
+    """Points above the indices of their tokens."""
+    if BITS == 32:
+        return (bits.to(tl.int64) << 32) | n.to(tl.int64)
+    else:
+        return (bits.to(tl.int32) << 16) | n
 
-    32-bit integers carry the index of their token, 16-bit integers leave it to their place.
-    """
-    batch = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    d = tl.arange(0, BLOCK_D)
-    inside = (n[:, None] < N) & (d[None, :] < D)
-    at = (batch * N + n[:, None]) * D + d[None, :]
-    to = batch
+
+@triton.jit
+def word_index(words, BITS: tl.constexpr):
+    """The tokens of words."""
+    return (words & ((1 << BITS) - 1)).to(tl.int32)
+
+
+@triton.jit
+def word_point(words, BITS: tl.constexpr, POINT: tl.constexpr):
+    """The points of words, in float32."""
+    bits = flip_negative((words >> BITS).to(tl.int32), BITS)
+    if BITS == 32:
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return bits.to(tl.int16).to(POINT, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def one_of_two(x_ptr, y_ptr, at, inside):
+    """Numbers of x or, in the programs of the second side, of y."""
     if y_ptr is None:
         x = tl.load(x_ptr + at, mask=inside, other=0.0)
     else:
@@ -208,122 +236,207 @@ def pack_kernel(
             x = tl.load(x_ptr + at, mask=inside, other=0.0)
         else:
             x = tl.load(y_ptr + at, mask=inside, other=0.0)
-            to += tl.num_programs(0)
+    return x
+
+
+@triton.jit
+def store_words(to, bits, n, mask, BITS: tl.constexpr):
+    """Words where they have to carry the index of their token, else the points alone."""
+    whole: tl.constexpr = to.dtype.element_ty.primitive_bitwidth == 2 * BITS
+    if whole:
+        tl.store(to, make_words(bits, n, BITS), mask=mask)
+    else:
+        tl.store(to, bits.to(to.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def pack_kernel(
+    x_ptr,  # (B, N, D) floats
+    y_ptr,  # likewise, or None
+    mask_ptr,  # (B, N) bytes, if MASKED
+    out_ptr,  # (1 or 2, B, D, STRIDE) words, or halves of them
+    N, D, STRIDE, scale, BITS: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Columns of floats to rows of integers in the same order, x's and then y's.
+
+    Whole words carry the index of their token, halves leave it to their place. Wide ones are made
+    of `scale` times the floats.
+    """
+    batch = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    inside = (n[:, None] < N) & (d[None, :] < D)
+    at = (batch * N + n[:, None]) * D + d[None, :]
+    x = one_of_two(x_ptr, y_ptr, at, inside)
+    if BITS == 32:
+        x = x.to(tl.float32) * scale
     present = n < N
     if MASKED:
         present &= tl.load(mask_ptr + batch * N + n, mask=n < N, other=0) != 0
-    bits = tl.where(present[:, None], sortable(x), PADDING)
-    if out_ptr.dtype.element_ty == tl.int32:
-        bits = (bits << 16) | n[:, None]
-    to = out_ptr + (to * D + d[None, :]) * STRIDE + n[:, None]
-    tl.store(to, bits.to(out_ptr.dtype.element_ty), mask=(n[:, None] < STRIDE) & (d[None, :] < D))
+    row = (tl.program_id(2) * tl.num_programs(0) + batch) * D + d[None, :]
+    mask = (n[:, None] < STRIDE) & (d[None, :] < D)
+    bits = sortable(x, present[:, None], BITS)
+    store_words(out_ptr + row * STRIDE + n[:, None], bits, n[:, None], mask, BITS)
+
+
+@triton.jit(do_not_specialize=("D8", "L"))
+def project_kernel(
+    x_ptr,  # (B, N, WIDTH) floats
+    y_ptr,  # likewise, or None
+    slices_ptr,  # (B or 1, L, WIDTH) float32
+    mask_ptr,  # (B, N) bytes, if MASKED
+    out_ptr,  # (1 or 2, B, L, STRIDE) int64 words, or their upper halves
+    N, L, STRIDE, scale, D8, D: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """:func:`pack_kernel` for ``scale · ⟨x, θ⟩`` on every slice θ: columns that are made first.
+
+    Products are added in float32, in the registers of a few neighbouring threads.
+    """
+    WIDTH = D if D > 0 else D8 * 8
+    batch = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    inside = (n[:, None] < N) & (d[None, :] < WIDTH)
+    at = (batch * N + n[:, None]) * WIDTH + d[None, :]
+    x = one_of_two(x_ptr, y_ptr, at, inside)
+    x = x.to(tl.float32) * scale
+    present = n < N
+    if MASKED:
+        present &= tl.load(mask_ptr + batch * N + n, mask=n < N, other=0) != 0
+    if not SHARED:
+        slices_ptr += batch * L * WIDTH
+    out_ptr += (tl.program_id(2) * tl.num_programs(0) + batch) * L * STRIDE
+    for l in range(L):
+        theta = tl.load(slices_ptr + l * WIDTH + d, mask=d < WIDTH, other=0.0)
+        bits = sortable(tl.sum(x * theta[None, :], 1), present, 32)
+        store_words(out_ptr + l * STRIDE + n, bits, n, n < STRIDE, 32)
 
 
 @triton.jit
-def is_infinite(lowest, highest, INFINITY: tl.constexpr):
+def is_infinite(lowest, highest, BITS: tl.constexpr, INFINITY: tl.constexpr):
     """Whether two words that enclose all others hold an infinity or NaN."""
-    return ((highest >> 16) >= INFINITY) | ((lowest >> 16) <= ~INFINITY)
+    return ((highest >> BITS) >= INFINITY) | ((lowest >> BITS) <= ~INFINITY)
 
 
 @triton.jit
-def any_infinite(words, INFINITY: tl.constexpr):
+def any_infinite(words, BITS: tl.constexpr, INFINITY: tl.constexpr):
     """Whether any word that is not padding holds an infinity or NaN."""
+    least_padding: tl.constexpr = ((1 << (BITS - 1)) - 1) << BITS
     lowest = tl.min(words, 0)
-    highest = tl.max(tl.where(words < (PADDING << 16), words, lowest), 0)
-    return (lowest < (PADDING << 16)) & is_infinite(lowest, highest, INFINITY)
+    highest = tl.max(tl.where(words < least_padding, words, lowest), 0)
+    return (lowest < least_padding) & is_infinite(lowest, highest, BITS, INFINITY)
 
 
 @triton.jit(do_not_specialize=("L",))
 def rank_kernel(
-    bits_ptr,  # (B, L, BLOCK) int16
+    bits_ptr,  # (B, L, BLOCK): halves of words
     lengths_ptr,  # (B,) int32, if MASKED
     points_ptr,  # (B, L, N) float32
     order_ptr,  # (B, L, N) int32
-    N, L, scale, HALF: tl.constexpr, INFINITY: tl.constexpr,
-    MASKED: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, VECTORS: tl.constexpr,
-    DIMS: tl.constexpr, HELD: tl.constexpr,
+    spread_ptr,  # (B, L) float32, or None
+    N, L, scale, LEAST_SIZE: tl.constexpr, LEAST_SHARE: tl.constexpr, BITS: tl.constexpr,
+    POINT: tl.constexpr, INFINITY: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr, VECTORS: tl.constexpr, DIMS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Sorts rows of 16-bit integers; padding repeats the last true point."""
+    """Sorts rows of points; padding repeats the last true one. With a spread in units of it."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
-    word = (tl.load(bits_ptr + row * BLOCK + n).to(tl.int32) << 16) | n
-    bad = any_infinite(word, INFINITY)
+    word = make_words(tl.load(bits_ptr + row * BLOCK + n), n, BITS)
+    bad = any_infinite(word, BITS, INFINITY)
     word = sort_words(word, BLOCK, VECTOR, VECTORS, DIMS, HELD)
-    tl.store(order_ptr + row * N + n, word & 0xFFFF, mask=n < N)
+    tl.store(order_ptr + row * N + n, word_index(word, BITS), mask=n < N)
     length = N
     if MASKED:
         length = tl.load(lengths_ptr + row // L)
         last = tl.maximum(length - 1, 0)
-        end = tl.max(tl.where(n == last, word, -0x80000000), 0)
+        end = tl.max(tl.where(n == last, word, -last_word(word.dtype)), 0)
         word = tl.where(n < last, word, end)
-    x = decode_points(word, bad, length, scale, HALF)
+    x = decode_points(word, bad, length, scale, BITS, POINT)
+    if spread_ptr is not None:
+        here = n < length
+        count = tl.maximum(length, 1)
+        size = tl.maximum(tl.max(tl.where(here, tl.abs(x), 0.0), 0), LEAST_SIZE)
+        share = tl.where(here, x / size, 0.0)
+        centred = tl.where(here, share - tl.sum(share, 0) / count, 0.0)
+        spread = spread_of(tl.sum(centred * centred, 0) / count, size, LEAST_SHARE)
+        tl.store(spread_ptr + row, spread)
+        x /= spread
     tl.store(points_ptr + row * N + n, x, mask=n < N)
 
 
 @triton.jit
-def decode_points(word, bad, length, scale, HALF: tl.constexpr):
+def spread_of(variance, size, LEAST_SHARE: tl.constexpr):
+    """The spread from a variance in units of the largest point; that point where there is none."""
+    return size * tl.where(variance > LEAST_SHARE * LEAST_SHARE, tl.sqrt(variance), 1.0)
+
+
+@triton.jit
+def decode_points(word, bad, length, scale, BITS: tl.constexpr, POINT: tl.constexpr):
     """The points of words; all NaN in a row that holds one, and zero in one without a length."""
-    bits = word >> 16
-    bits = tl.where(bits < 0, bits ^ 0x7FFF, bits).to(tl.int16)
-    x = bits.to(HALF, bitcast=True).to(tl.float32) * scale
+    x = word_point(word, BITS, POINT) * scale
     x = tl.where(bad, float("nan"), x)
     return tl.where(length > 0, x, 0.0)
 
 
 @triton.jit(do_not_specialize=("L",))
 def unpack_kernel(
-    words_ptr,  # (B, L, N) int32, sorted
+    words_ptr,  # (B, L, N) words, sorted
     lengths_ptr,  # (B,) int32, if MASKED
     points_ptr,  # (B, L, N) float32
     order_ptr,  # (B, L, N) int32
-    N, L, scale, HALF: tl.constexpr, INFINITY: tl.constexpr,
+    N, L, scale, BITS: tl.constexpr, POINT: tl.constexpr, INFINITY: tl.constexpr,
     MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sorted words to points and tokens, as `rank_kernel` leaves them."""
+    """Sorted words to points and tokens, as `rank_kernel` leaves them without a spread."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(words_ptr + row * N + n, mask=n < N, other=0)
-    tl.store(order_ptr + row * N + n, word & 0xFFFF, mask=n < N)
+    tl.store(order_ptr + row * N + n, word_index(word, BITS), mask=n < N)
     length = N
     if MASKED:
         length = tl.load(lengths_ptr + row // L)
     last = tl.maximum(length - 1, 0)
     end = tl.load(words_ptr + row * N + last)
-    bad = is_infinite(tl.load(words_ptr + row * N), end, INFINITY)
-    x = decode_points(tl.where(n < last, word, end), bad, length, scale, HALF)
+    bad = is_infinite(tl.load(words_ptr + row * N), end, BITS, INFINITY)
+    x = decode_points(tl.where(n < last, word, end), bad, length, scale, BITS, POINT)
     tl.store(points_ptr + row * N + n, x, mask=n < N)
 
 
 @triton.jit(do_not_specialize=("ROWS",))
 def match_kernel(
-    bits_ptr,  # (2, B, L, BLOCK) int16: queries, then keys
+    bits_ptr,  # (2, B, L, BLOCK), halves of words: queries, then keys
     out_ptr,  # (B, L, N) int32
     weight_ptr,  # (B, L) float32
-    N, ROWS, weight, INFINITY: tl.constexpr, BLOCK: tl.constexpr,
+    N, ROWS, weight, BITS: tl.constexpr, INFINITY: tl.constexpr, BLOCK: tl.constexpr,
     VECTOR: tl.constexpr, VECTORS: tl.constexpr, DIMS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Sorts a row of queries and one of keys: ``out[token of a query] = key of the same rank``."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
     bad = False
-    keys = tl.zeros([BLOCK], tl.int32)
-    queries = tl.zeros([BLOCK], tl.int32)  # not `keys`: the compiler would not see it change below
+    keys = make_words(tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32), BITS)
+    queries = make_words(
+        tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32), BITS
+    )  # not `keys`: the compiler would not see it change below
     for side in range(2):  # one sort's code for both
-        word = (tl.load(bits_ptr + (side * ROWS + row) * BLOCK + n).to(tl.int32) << 16) | n
-        bad |= any_infinite(word, INFINITY)
+        word = make_words(tl.load(bits_ptr + (side * ROWS + row) * BLOCK + n), n, BITS)
+        bad |= any_infinite(word, BITS, INFINITY)
         queries = keys
         keys = sort_words(word, BLOCK, VECTOR, VECTORS, DIMS, HELD)
-    query = queries & 0xFFFF
-    tl.store(out_ptr + row * N + query, keys & 0xFFFF, mask=query < N)
+    query = word_index(queries, BITS)
+    tl.store(out_ptr + row * N + query, word_index(keys, BITS), mask=query < N)
     tl.store(weight_ptr + row, tl.where(bad, float("nan"), weight))
 
 
 @triton.jit(do_not_specialize=("ROWS", "BLOCKS"))
 def match_runs_kernel(
-    words_ptr,  # (2, B, L, N) int32, in sorted runs of LENGTH
+    words_ptr,  # (2, B, L, N) words, in sorted runs of LENGTH
     out_ptr,  # (B, L, N) int32
     weight_ptr,  # (B, L) float32
-    N, LENGTH, ROWS, BLOCKS, INFINITY: tl.constexpr, BLOCK: tl.constexpr, DIMS: tl.constexpr,
+    N, LENGTH, ROWS, BLOCKS, BITS: tl.constexpr, INFINITY: tl.constexpr, BLOCK: tl.constexpr,
+    DIMS: tl.constexpr,
 ):  # fmt: skip
     """`match_kernel` for rows of one or two sorted runs: those of all queries, then of all keys.
 
@@ -334,157 +447,151 @@ def match_runs_kernel(
     n = start + tl.arange(0, BLOCK)
     queries = merged(words_ptr + row * N, start, N, LENGTH, BLOCK, DIMS)
     keys = merged(words_ptr + (ROWS + row) * N, start, N, LENGTH, BLOCK, DIMS)
-    tl.store(out_ptr + row * N + (queries & 0xFFFF), keys & 0xFFFF, mask=n < N)
-    if any_infinite(queries, INFINITY) | any_infinite(keys, INFINITY):
+    query = word_index(queries, BITS)
+    tl.store(out_ptr + row * N + query, word_index(keys, BITS), mask=n < N)
+    if any_infinite(queries, BITS, INFINITY) | any_infinite(keys, BITS, INFINITY):
         tl.store(weight_ptr + row, float("nan"))
 
 
-@triton.jit
-def unrank_kernel(
-    upstream_ptr,  # (B, L, N) float32
-    order_ptr,  # (B, L, N) int32
-    dx_ptr,  # (B, N, L)
-    N, L, scale, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
-):  # fmt: skip
-    """Gradients by rank to gradients by token."""
-    batch = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    for start in range(0, L, BLOCK_L):
-        l = start + tl.arange(0, BLOCK_L)
-        inside = (l[:, None] < L) & (n[None, :] < N)
-        at = (batch * L + l[:, None]) * N + n[None, :]
-        token = tl.load(order_ptr + at, mask=inside, other=0)
-        x = tl.load(upstream_ptr + at, mask=inside, other=0.0) * scale
-        to = dx_ptr + (batch * N + token) * L + l[:, None]
-        tl.store(to, x.to(dx_ptr.dtype.element_ty), mask=inside)
+@dataclass(frozen=True)
+class Words:
+    """What points are sorted as: arguments of the kernels."""
 
+    bits: int  # of a point
+    half: torch.dtype  # of a point alone
+    whole: torch.dtype
+    point: Any  # of Triton: what 16-bit points are
+    infinity: int
+    packed_scale: float  # what points are multiplied by before they are sorted
+    unpacked_scale: float  # and after
 
-@operator("unrank")
-def unrank(upstream: Tensor, order: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """``dx[order[l, n], l] = scale · upstream[l, n]``: (batch, N, L)."""
-    batch, slices, tokens = order.shape
-    dx = torch.empty(batch, tokens, slices, device=order.device, dtype=dtype)
-    unrank_kernel[(batch, ceil_div(tokens, 128))](
-        upstream, order, dx, tokens, slices, scale, BLOCK_N=128, BLOCK_L=16
-    )
-    return dx
+    @staticmethod
+    def of(x: Tensor, slices: Tensor | None, scale: float) -> Words:
+        """Points of 16 bits as they are; what is computed, float32, or long in wide words."""
+        half = x.dtype in (torch.bfloat16, torch.float16)
+        if half and slices is None and x.shape[-2] <= MOST_TOKENS and scale > 0:
+            brain = x.dtype == torch.bfloat16
+            point, infinity = (tl.bfloat16, 0x7F80) if brain else (tl.float16, 0x7C00)
+            return Words(16, torch.int16, torch.int32, point, infinity, 1.0, scale)
+        infinity = 0x7F800000
+        return Words(32, torch.int32, torch.int64, tl.float32, infinity, scale, 1.0)
 
-
-@unrank.register_fake
-def _(upstream: Tensor, order: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    return upstream.mT.to(dtype).contiguous()
-
-
-def _infinity(dtype: torch.dtype) -> int:
-    return 0x7F80 if dtype == torch.bfloat16 else 0x7C00
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"BITS": self.bits, "INFINITY": self.infinity}
 
 
 @functools.lru_cache(1024)
-def _pack_config(slices: int, stride: int) -> tuple[int, dict[str, Any]]:
-    block_d = power_of_2(slices)
-    block_n = max(1, min(64, 8192 // block_d))
+def _pack_config(width: int, stride: int, projected: bool) -> tuple[int, dict[str, Any]]:
+    block_d = power_of_2(width)
+    block_n = max(1, min(64, (4096 if projected else 8192) // block_d))
     return ceil_div(stride, block_n), {"BLOCK_N": block_n, "BLOCK_D": block_d}
 
 
-def _pack(x: Tensor, y: Tensor | None, mask: Tensor | None, stride: int, dtype: Any) -> Tensor:
-    """Every column of one or two (batch, N, L) tensors as sortable integers."""
-    batch, tokens, slices = x.shape
+def _pack(
+    x: Tensor, y: Tensor | None, slices: Tensor | None, mask: Tensor | None, words: Words,
+    stride: int, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Every slice of one or two (batch, N, m) tensors as sortable integers."""
+    batch, tokens, width = x.shape
     sides = 1 if y is None else 2
-    packed = torch.empty(sides, batch, slices, stride, device=x.device, dtype=dtype)
-    blocks, config = _pack_config(slices, stride)
-    pack_kernel[(batch, blocks, sides)](
-        x, y, None if mask is None else mask.view(torch.uint8), packed, tokens, slices, stride,
-        MASKED=mask is not None, **config,
-    )  # fmt: skip
+    count = width if slices is None else slices.shape[-2]
+    packed = torch.empty(sides, batch, count, stride, device=x.device, dtype=dtype)
+    blocks, config = _pack_config(width, stride, slices is not None)
+    config = {"MASKED": mask is not None, **config}
+    flags = None if mask is None else mask.view(torch.uint8)
+    if slices is None:
+        pack_kernel[(batch, blocks, sides)](
+            x, y, flags, packed, tokens, width, stride, words.packed_scale, BITS=words.bits,
+            **config,
+        )  # fmt: skip
+    else:
+        project_kernel[(batch, blocks, sides)](
+            x, y, slices, flags, packed, tokens, count, stride, words.packed_scale,
+            SHARED=slices.shape[0] == 1, **width_arguments(width), **config,
+        )  # fmt: skip
     return packed
 
 
-@operator("rank_halves")
-def rank_halves(x: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Sorts every column of (batch, N, L) 16-bit floats.
+# As in `espformer.ops.esp.problem.spread`: the least size of points, and the least spread as a
+# share of it.
+LEAST_SIZE = torch.finfo(torch.float32).tiny ** 0.75
+LEAST_SHARE = 8 * torch.finfo(torch.float32).eps
 
-    Returns the sorted points times `scale` in float32 and the token at each rank in int32, both
-    (batch, L, N); padded tokens rank last. A column that holds NaN or an infinity is all NaN.
+
+def sort_points(
+    x: Tensor, slices: Tensor | None, mask: Tensor | None, lengths: Tensor | None, scale: float,
+    in_spreads: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Points, tokens and spreads, the latter only where one launch can find them too.
+
+    ``scale · x``, (batch, N, m), projected on slices, (batch or 1, L, m) float32, or on the axes:
+    sorted points in float32 and the token at each rank in int32, both (batch, L, N); padded tokens
+    rank last, and stand where the last true one stands. A slice that holds NaN or an infinity is
+    all NaN. With `in_spreads` short rows are divided by their spread, (batch, L); long ones are
+    not.
     """
-    batch, tokens, slices = x.shape
-    shape = (batch, slices, tokens)
-    points = torch.empty(shape, device=x.device, dtype=torch.float32)
-    order = torch.empty(shape, device=x.device, dtype=torch.int32)
-    lengths = None if mask is None else mask.sum(-1, dtype=torch.int32)
-    half = tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16
-    kind = {"HALF": half, "INFINITY": _infinity(x.dtype), "MASKED": mask is not None}
+    batch, tokens, width = x.shape
+    count = width if slices is None else slices.shape[-2]
+    points = torch.empty(batch, count, tokens, device=x.device, dtype=torch.float32)
+    order = torch.empty(batch, count, tokens, device=x.device, dtype=torch.int32)
+    words = Words.of(x, slices, scale)
+    kind = words.arguments | {"POINT": words.point, "MASKED": mask is not None}
     if tokens <= RUN:
         config = sort_config(tokens)
-        bits = _pack(x, None, mask, config["BLOCK"], torch.int16)
-        rank_kernel[(batch * slices,)](
-            bits, lengths, points, order, tokens, slices, scale, **kind, **config
-        )
-        return points, order
-    words, _ = sort_rows(_pack(x, None, mask, tokens, torch.int32))
-    unpack_kernel[(batch * slices, ceil_div(tokens, 1024))](
-        words, lengths, points, order, tokens, slices, scale, **kind, BLOCK=1024
+        spread = points.new_empty(batch, count) if in_spreads else None
+        bits = _pack(x, None, slices, mask, words, config["BLOCK"], words.half)
+        rank_kernel[(batch * count,)](
+            bits, lengths, points, order, spread, tokens, count, words.unpacked_scale,
+            LEAST_SIZE=LEAST_SIZE, LEAST_SHARE=LEAST_SHARE, **kind, **config,
+        )  # fmt: skip
+        return points, order, spread
+    packed, _ = sort_rows(_pack(x, None, slices, mask, words, tokens, words.whole))
+    unpack_kernel[(batch * count, ceil_div(tokens, 1024))](
+        packed, lengths, points, order, tokens, count, words.unpacked_scale, **kind, BLOCK=1024
     )
-    return points, order
+    return points, order, None
 
 
-@rank_halves.register_fake
-def _(x: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    shape = (x.shape[0], x.shape[2], x.shape[1])
-    return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int32)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, mask, ctx.scale = inputs
-    ctx.dtype = x.dtype
-    ctx.save_for_backward(output[1], mask)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-@refuse_double_backward("espformer::rank_halves")
-def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    if grads[0] is None:
-        return None, None, None
-    order, mask = ctx.saved_tensors
-    dx = unrank(grads[0], order, ctx.scale, ctx.dtype)
-    return dx if mask is None else dx.masked_fill(~mask.unsqueeze(-1), 0), None, None
-
-
-rank_halves.register_autograd(_backward, setup_context=_setup)
-
-
-@operator("match_halves")
-def match_halves(query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The key of the same rank for every query and column of (batch, N, L) 16-bit floats.
+@operator("match_points")
+def match_points(
+    query: Tensor, key: Tensor, slices: Tensor | None, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The key of the same rank for every query and slice of (batch, N, m) tokens of one dtype.
 
     Returns the matches, (batch, L, N) in int32, and the weights of a plain mean, (batch, L): one
-    over the number of slices, but NaN where the column of the queries or the keys holds NaN or an
+    over the number of slices, but NaN where the slice of the queries or the keys holds NaN or an
     infinity. Padded tokens, the same for both, meet each other.
     """
-    batch, tokens, slices = query.shape
-    rows = batch * slices
-    matches = torch.empty(batch, slices, tokens, device=query.device, dtype=torch.int32)
-    weights = torch.empty(batch, slices, device=query.device, dtype=torch.float32)
-    infinity = _infinity(query.dtype)
+    batch, tokens, width = query.shape
+    count = width if slices is None else slices.shape[-2]
+    rows = batch * count
+    matches = torch.empty(batch, count, tokens, device=query.device, dtype=torch.int32)
+    weights = torch.empty(batch, count, device=query.device, dtype=torch.float32)
+    words = Words.of(query, slices, scale)
     if tokens <= RUN:
         config = sort_config(tokens)
-        bits = _pack(query, key, mask, config["BLOCK"], torch.int16)
+        bits = _pack(query, key, slices, mask, words, config["BLOCK"], words.half)
         match_kernel[(rows,)](
-            bits, matches, weights, tokens, rows, 1 / slices, INFINITY=infinity, **config
+            bits, matches, weights, tokens, rows, 1 / count, **words.arguments, **config
         )
         return matches, weights
-    words, length = sort_rows(_pack(query, key, mask, tokens, torch.int32), runs=2)
-    weights.fill_(1 / slices)
+    packed = _pack(query, key, slices, mask, words, tokens, words.whole)
+    packed, length = sort_rows(packed, runs=2)
+    weights.fill_(1 / count)
     config = merge_config()
     blocks = ceil_div(tokens, config["BLOCK"])
     match_runs_kernel[(rows * blocks,)](
-        words, matches, weights, tokens, length, rows, blocks, INFINITY=infinity, **config
+        packed, matches, weights, tokens, length, rows, blocks, **words.arguments, **config
     )
     return matches, weights
 
 
-@match_halves.register_fake
-def _(query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    batch, tokens, slices = query.shape
-    matches = query.new_empty((batch, slices, tokens), dtype=torch.int32)
-    return matches, query.new_empty((batch, slices), dtype=torch.float32)
+@match_points.register_fake
+def _(
+    query: Tensor, key: Tensor, slices: Tensor | None, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    batch, tokens, width = query.shape
+    count = width if slices is None else slices.shape[-2]
+    matches = query.new_empty((batch, count, tokens), dtype=torch.int32)
+    return matches, query.new_empty((batch, count), dtype=torch.float32)

@@ -1,0 +1,175 @@
+"""A training step of the paper's ViT by attention: ``python -m benchmarks.vit_step``.
+
+Six layers of 8 heads × 64 over 197 tokens (width 128), a batch of 64 images, bfloat16 by autocast,
+Adam: forward, backward and step, called from Python and replayed as a CUDA graph, every attention
+in turn. The logits of each are compared with those of the same model in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.measure import print_table, write_results
+from espformer.lab.bench.cases import largest_error
+from espformer.lab.bench.tables import file_stem
+from espformer.lab.clock import interleaved_seconds
+from espformer.lab.machine import machine
+from espformer.models import VisionTransformer
+from espformer.nn import ESP, Mechanism, Sinkhorn, Softmax
+
+MECHANISMS: Mapping[str, Callable[[], Mechanism]] = MappingProxyType(
+    {
+        "softmax": Softmax,
+        "Sinkhorn S = 3": lambda: Sinkhorn(iterations=3),
+        "ESP, defaults": ESP,
+        "ESP, defaults, learnable slices": lambda: ESP(slicer="learnable", slices=8),
+        "ESP, paper": lambda: ESP(
+            slicer="axis", temperature_unit="absolute", metric="squared", sort_temperature=1e-3,
+            inverse_temperature=0.1,
+        ),
+    }
+)  # fmt: skip
+TOLERANCE = 5e-2  # of logits in bfloat16
+SINKHORN = "Sinkhorn S = 3"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a training step with one attention takes."""
+
+    attention: str
+    milliseconds: str
+    times_sinkhorn: str
+    as_graph: str
+    graph_times_sinkhorn: str
+    peak_mb: str
+    error: str
+
+    @property
+    def failed(self) -> bool:
+        return self.error.startswith("FAILED")
+
+
+def training_step(mechanism: Mechanism, device: torch.device, images: int) -> Callable[[], Tensor]:
+    """A step of a fresh model; it returns the loss."""
+    torch.manual_seed(0)
+    model = VisionTransformer(mechanism=mechanism).to(device)
+    inputs = torch.randn(images, 3, 224, 224, device=device)
+    labels = torch.randint(2, (images,), device=device)
+    graphs = device.type == "cuda"
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, capturable=graphs, fused=graphs)
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        # Casts that autocast remembers would be kept from before a graph was recorded.
+        with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+            loss = F.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def logit_error(mechanism: Mechanism, device: torch.device) -> float:
+    """The relative error of bfloat16 logits against float64, for two images."""
+    torch.manual_seed(0)
+    model = VisionTransformer(mechanism=mechanism).to(device).eval()
+    images = torch.randn(2, 3, 224, 224, device=device)
+    with torch.no_grad():
+        exact = copy.deepcopy(model).double()(images.double())
+        with torch.autocast(device.type, torch.bfloat16):
+            return largest_error([model(images)], [exact])
+
+
+def replayed(step: Callable[[], Tensor]) -> Callable[[], object]:
+    """The step as a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--images", type=int, default=64, help="of a step")
+    parser.add_argument("--rounds", type=int, default=20, help="turns of every attention")
+    parser.add_argument("--only", help="names, separated by semicolons")
+    parser.add_argument("--no-save", action="store_true")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    on_gpu = device.type == "cuda"
+    names = options.only.split(";") if options.only else list(MECHANISMS)
+    errors = {name: logit_error(MECHANISMS[name](), device) for name in names}
+    steps, graphs, peaks = {}, {}, {}
+    for name in names:
+        steps[name] = training_step(MECHANISMS[name](), device, options.images)
+        steps[name]()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            steps[name]()
+            peaks[name] = (torch.cuda.max_memory_allocated() - before) / 1e6
+            graphs[name] = replayed(training_step(MECHANISMS[name](), device, options.images))
+    eager = dict(zip(names, timed(steps, names, device, options.rounds), strict=True))
+    graph = dict(zip(names, timed(graphs, names, device, options.rounds), strict=True))
+    rows = []
+    for name in names:
+        right = errors[name] <= TOLERANCE
+        rows.append(
+            Row(
+                name,
+                f"{eager[name]:.2f}" if right else "",
+                ratio(eager, name) if right else "",
+                f"{graph[name]:.2f}" if right and on_gpu else "",
+                ratio(graph, name) if right and on_gpu else "",
+                f"{peaks[name]:.0f}" if on_gpu else "",
+                f"{errors[name]:.1e}" if right else f"FAILED: {errors[name]:.1e}",
+            )
+        )
+    stated = machine(["python", "-m", "benchmarks.vit_step", *sys.argv[1:]], device)
+    stated["model"] = f"VisionTransformer(), {options.images} images of 224 × 224 a step"
+    print_table(rows, stated)
+    if not options.no_save:
+        write_results(
+            file_stem("vit-step", device), "A training step of the paper's ViT", rows, stated
+        )
+    if any(row.failed for row in rows):
+        raise SystemExit(1)
+
+
+def timed(
+    calls: Mapping[str, Callable[[], object]], names: list[str], device: torch.device, rounds: int
+) -> list[float]:
+    """The milliseconds of every call; NaN where there is none."""
+    if not calls:
+        return [float("nan")] * len(names)
+    found = interleaved_seconds(
+        [calls[name] for name in names], rounds, device=device, warm_up=3,
+        counts=[5 if device.type == "cuda" else 1] * len(names),
+    )  # fmt: skip
+    return [1e3 * seconds for seconds in found]
+
+
+def ratio(times: Mapping[str, float], name: str) -> str:
+    return f"{times[name] / times[SINKHORN]:.2f}" if SINKHORN in times else ""
+
+
+if __name__ == "__main__":
+    main()
