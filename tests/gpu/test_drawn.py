@@ -30,7 +30,7 @@ SECONDS = float(os.environ.get("ESPFORMER_DRAWN_SECONDS", "0"))
 ONLY = os.environ.get("ESPFORMER_DRAWN_ONLY")
 
 MOST_TOKENS, WIDTHS = 3000, range(8, 257, 8)
-FAMILY = 4
+FAMILY = 8
 # Elements of (heads, slices, N, M): what the dense oracle makes; and of (heads, slices, N, width),
 # which bounds the time and memory of the linear one.
 MOST_DENSE, MOST_ELEMENTS = 3 << 24, 1 << 26
