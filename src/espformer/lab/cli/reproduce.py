@@ -42,8 +42,8 @@ def reproduce(
     Finished runs are kept, interrupted ones go on, seed by seed, so that an interrupt leaves whole
     comparisons. The table goes to OUTPUT/EXPERIMENT/results.md.
 
-    Another trainer.epochs stretches the schedule with it: milestones, warm-up and annealing. Runs of
-    another experiment that these start from keep their own: 'start.overrides=[trainer.epochs=60]'.
+    Another trainer.epochs stretches the schedule with it: milestones, warm-up and annealing. Runs
+    that these start from keep their own, or get it by 'start.overrides=[trainer.epochs=60]'.
 
     With --jobs on a GPU, start NVIDIA's MPS first (nvidia-cuda-mps-control -d): without it the runs
     take turns, and each is many times slower. Small models gain much from trainer.cuda_graph=true.

@@ -246,7 +246,10 @@ class GraphedClassifier(Classifier):
         with torch.autocast(self.device.type, enabled=False):
             loss.backward()
             if self.run.optimizer.clip_norm is not None:
-                nn.utils.clip_grad_norm_(self.model.parameters(), self.run.optimizer.clip_norm)
+                groups = self._optimizer.param_groups
+                # In Lightning's order: a norm is a sum, which is rounded in some order.
+                every = [parameter for group in groups for parameter in group["params"]]
+                nn.utils.clip_grad_norm_(every, self.run.optimizer.clip_norm)
             self._optimizer.step()
         self._loss.copy_(loss.detach())
 
