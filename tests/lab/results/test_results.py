@@ -17,7 +17,9 @@ from espformer.lab.machine import revision
 from espformer.lab.recipes.recipe import load_recipe, recipe_names
 from espformer.lab.recipes.yaml_schema import plain
 from espformer.lab.results.claims import CLAIMS, Claim, compare, verdict
+from espformer.lab.results.claims import SCORES as SCORE_NAMES
 from espformer.lab.results.collect import beside_saved
+from espformer.lab.results.first_page import first_table, paper_gap
 from espformer.lab.results.result_files import (
     Results,
     merge_files,
@@ -331,7 +333,7 @@ def test_the_page_begins_with_all_claims(tmp_path):
     claims = CLAIMS["mnist-patch-size"]
     text = results_page(tmp_path)
     begin, table, _ = re.split(r"^## Claims$|^### How a claim is judged$", text, flags=re.MULTILINE)
-    assert "|" not in begin
+    assert "## The paper's claims" in begin
     lines = [line for line in table.splitlines() if line.startswith(("| ✓", "| ✗", "| ?"))]
     rows = set(SCORES)
     asked = [claim for claim in claims if {claim.row[0], claim.other[0]} <= rows]
@@ -360,6 +362,49 @@ def test_every_claim_is_about_rows_of_its_recipe():
                 expected = recipe.run(label)
                 assert score != "hard" or expected.harden
                 assert score != "start" or expected.start is not None
+                assert score in SCORE_NAMES
+            for setting in claim.settings or ():
+                assert setting in recipe.grid.settings
+    asked = {name for name, claims in CLAIMS.items() if any(c.by == "the paper" for c in claims)}
+    paper = {name for name in recipe_names() if load_recipe(name).paper is not None}
+    # Base models and times: nothing is claimed of them that has a score.
+    assert paper - asked == {"iwslt14", "runtime"}
+
+
+def test_a_claim_about_two_settings_pairs_seeds():
+    made = [
+        {"mechanism": "a", "setting": setting, "seed": seed, "scores": {"test": value + seed}}
+        for setting, value in (("one", 60.0), ("two", 50.0), ("three", 0.0))
+        for seed in range(3)
+    ]
+    claim = Claim("one beats two", ("a", "test"), ("a", "test"), settings=("one", "two"))
+    found = compare(claim, made)
+    assert (found.pairs, found.mean) == (3, 10.0)
+    assert compare(claim, made[3:]) is None
+
+
+def test_the_first_page_puts_our_gap_beside_the_papers():
+    """The paper's is of the settings that were run, and what was not run says so."""
+    recipe = load_recipe("cats-dogs")
+    made = [
+        {"mechanism": label, "setting": setting, "seed": seed, "scores": {"test": value + noise}}
+        for setting in ("200 images", "2000 images")
+        for seed, noise in enumerate((0.0, 0.1, 0.3))
+        for label, value in (("espformer", 70.0), ("transformer", 69.0 + noise))
+    ]
+    lines = first_table([(recipe, made)])
+    (row,) = [line for line in lines if "more accurate than softmax" in line and "ours" not in line]
+    gap = ((55.66 - 49.71) + (71.49 - 57.25)) / 2
+    assert f"| {gap:+.2f} | +0.87 (" in row
+    assert row.endswith("| held |")
+    assert row.startswith("| ✓ | [Cats and Dogs, by number of training images](#cats-and-dogs-by-")
+    assert any("Sinkhorn attention | +1.26 | not run |" in line for line in lines)
+    assert "|  | IMDb, sentiment of film reviews | 3 claims |  | not run |  |" in lines
+    assert first_table([]) == []
+    claim = CLAIMS["cats-dogs-slicers"][-1]
+    assert paper_gap(claim, load_recipe("cats-dogs-slicers")) == pytest.approx(79.47 - 77.75)
+    figure = CLAIMS["mnist-patch-size"][0]
+    assert paper_gap(figure, load_recipe("mnist-patch-size")) is None
 
 
 def test_the_page_of_this_repository_is_made_of_its_results():

@@ -21,6 +21,7 @@ __all__ = [
     "CLAIMS",
     "HARMLESS",
     "SCORES",
+    "SIGNS",
     "Claim",
     "Comparison",
     "Verdict",
@@ -28,7 +29,10 @@ __all__ = [
     "claim_sentences",
     "claims_table",
     "compare",
+    "compared",
+    "gap_in_words",
     "grid",
+    "signed",
     "verdict",
 ]
 
@@ -42,8 +46,9 @@ HARMLESS = 0.5
 class Claim:
     """One row does better than another, or, with a `margin`, at most that much worse.
 
-    Rows are (label of a mechanism, score); a pair has the same setting and the same seed. A claim
-    that the results themselves suggested is `post_hoc`: they cannot confirm it.
+    Rows are (label of a mechanism, score); a pair has the same setting and the same seed, or, with
+    `settings` for the two rows, the same seed. A claim that the results themselves suggested is
+    `post_hoc`: they cannot confirm it.
     """
 
     says: str
@@ -52,6 +57,9 @@ class Claim:
     by: str = "ours"
     margin: float | None = None
     post_hoc: bool = False
+    settings: tuple[str, str] | None = None
+    front: bool = False
+    """It stands on the first page, where the paper's own claims are."""
 
     @property
     def source(self) -> str:
@@ -91,8 +99,9 @@ def _claims(entries: list[Any]) -> Iterator[Claim]:
             row, other = (
                 (label, score or "test") for label, _, score in map(_split, entry["rows"])
             )
-            rest = {key: value for key, value in entry.items() if key != "rows"}
-            yield Claim(row=row, other=other, **rest)
+            rest = {key: value for key, value in entry.items() if key not in ("rows", "settings")}
+            settings = tuple(entry["settings"]) if "settings" in entry else None
+            yield Claim(row=row, other=other, settings=settings, **rest)
 
 
 def _split(row: str) -> tuple[str, str, str]:
@@ -104,13 +113,16 @@ CLAIMS: dict[str, tuple[Claim, ...]] = _read()
 
 def compare(claim: Claim, results: Sequence[dict[str, Any]]) -> Comparison | None:
     """Differences between the rows of a claim over their pairs; None without a pair."""
+    apart = claim.settings or (None, None)
     values = [
         {
-            (result["setting"], result["seed"]): result["scores"][score]
+            ("" if only else result["setting"], result["seed"]): result["scores"][score]
             for result in results
-            if result["mechanism"] == label and score in result["scores"]
+            if result["mechanism"] == label
+            and score in result["scores"]
+            and only in (None, result["setting"])
         }
-        for label, score in (claim.row, claim.other)
+        for (label, score), only in zip((claim.row, claim.other), apart, strict=True)
     ]
     pairs = sorted(values[0].keys() & values[1].keys())
     if not pairs:
@@ -118,7 +130,7 @@ def compare(claim: Claim, results: Sequence[dict[str, Any]]) -> Comparison | Non
     differences = {pair: values[0][pair] - values[1][pair] for pair in pairs}
     by_setting = {
         name: statistics.fmean(d for (setting, _), d in differences.items() if setting == name)
-        for name in dict.fromkeys(result["setting"] for result in results)
+        for name in ("", *dict.fromkeys(result["setting"] for result in results))
         if any(setting == name for setting, _ in pairs)
     }
     mean = statistics.fmean(differences.values())
@@ -164,7 +176,8 @@ SCORES = {
 }  # fmt: skip
 """Scores that tables show, and what they add to the name of a row."""
 
-_SIGNS = {"held": "✓", "failed": "✗", "open": "?"}
+SIGNS = {"held": "✓", "failed": "✗", "open": "?"}
+"""Of the outcomes of claims."""
 
 
 def grid(rows: list[list[str]]) -> list[str]:
@@ -185,7 +198,7 @@ def anchor(heading: str) -> str:
 
 def claim_sentences(recipe: Recipe, results: list[Result]) -> list[str]:
     """Say whether each claim held, with the difference and the test."""
-    lines = [_sentence(claim, found) for claim, found in _compared(recipe, results)]
+    lines = [_sentence(claim, found) for claim, found in compared(recipe, results)]
     return [*lines, ""] if lines else []
 
 
@@ -193,18 +206,17 @@ def claims_table(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
     """Return all claims of a page, a line each, and how many held; nothing where there is none."""
     rows, outcomes, afterwards, better = [], Counter[str](), 0, 0
     for recipe, results in every:
-        for claim, found in _compared(recipe, results):
+        for claim, found in compared(recipe, results):
             reached = verdict(claim, found)
             outcomes[reached.outcome] += 1
             afterwards += claim.post_hoc
             better += claim.margin is None
-            interval = "" if found.low is None else f" ({_interval(found)})"
             rows.append([
-                _SIGNS[reached.outcome],
+                SIGNS[reached.outcome],
                 f"[{recipe.name}](#{anchor(recipe.title)})",
                 f"{claim.says[0].upper()}{claim.says[1:]} ({claim.source})",
                 reached.words,
-                f"{_signed(found.mean)}{interval}",
+                gap_in_words(found),
                 "–" if found.p is None else _probability(found.p),
             ])  # fmt: skip
     if not rows:
@@ -221,15 +233,19 @@ def claims_table(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
     return ["## Claims", "", *textwrap.wrap(counts, 100), "", *grid([head, *rows])]
 
 
-def _compared(recipe: Recipe, results: list[Result]) -> list[tuple[Claim, Comparison]]:
+def compared(recipe: Recipe, results: list[Result]) -> list[tuple[Claim, Comparison]]:
+    """Return the claims about a recipe that the results have a pair for, and what they say."""
     found = ((claim, compare(claim, results)) for claim in CLAIMS.get(recipe.name, ()))
     return [(claim, comparison) for claim, comparison in found if comparison is not None]
 
 
 def _sentence(claim: Claim, found: Comparison) -> str:
     text = f"- {claim.says[0].upper()}{claim.says[1:]} ({claim.source}): "
-    text += f"**{verdict(claim, found).words}**. `{_row(claim.row)}` minus `{_row(claim.other)}` "
-    text += f"is {_signed(found.mean)} points"
+    rows = [_row(row) for row in (claim.row, claim.other)]
+    if claim.settings is not None:
+        rows = [f"{row}, {only}" for row, only in zip(rows, claim.settings, strict=True)]
+    text += f"**{verdict(claim, found).words}**. `{rows[0]}` minus `{rows[1]}` "
+    text += f"is {signed(found.mean)} points"
     if found.low is None or found.p is None:
         return f"{text} in one pair."
     test = f"paired t-test of {found.pairs} pairs"
@@ -237,22 +253,27 @@ def _sentence(claim: Claim, found: Comparison) -> str:
         test += f" against a loss of {claim.margin:g} points"
     test += f", p {'' if found.p < 1e-4 else '= '}{_probability(found.p)}"
     if len(found.by_setting) > 1:
-        means = (f"{setting} {_signed(mean)}" for setting, mean in found.by_setting.items())
+        means = (f"{setting} {signed(mean)}" for setting, mean in found.by_setting.items())
         test += f"; {', '.join(means)}"
     return f"{text}, 95 % interval {_interval(found)} ({test})."
+
+
+def gap_in_words(found: Comparison) -> str:
+    """Return the mean difference and its interval, where there is one."""
+    return signed(found.mean) + ("" if found.low is None else f" ({_interval(found)})")
 
 
 def _interval(found: Comparison) -> str:
     assert found.low is not None
     assert found.high is not None
-    return f"{_signed(found.low)} to {_signed(found.high)}"
+    return f"{signed(found.low)} to {signed(found.high)}"
 
 
 def _probability(p: float) -> str:
     return "< 0.0001" if p < 1e-4 else f"{p:.2g}"
 
 
-def _signed(points: float) -> str:
+def signed(points: float) -> str:
     """Two decimals, or one digit that is not zero: the side of zero is always seen."""
     return f"{points:+.2f}" if abs(points) >= 0.005 or points == 0 else f"{points:+.1g}"
 

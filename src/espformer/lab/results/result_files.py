@@ -19,6 +19,7 @@ from espformer.lab.recipes.recipe import Recipe, load_recipe, recipe_names
 from espformer.lab.recipes.schema import Grid
 from espformer.lab.recipes.yaml_schema import Origins
 from espformer.lab.results.claims import HARMLESS, claims_table
+from espformer.lab.results.first_page import first_table
 from espformer.lab.results.result_tables import in_order, markdown
 from espformer.lab.training.run_directory import differences
 
@@ -132,7 +133,7 @@ def save_file(results: Results, path: Path, *, merge: bool = True) -> Path:
 
 
 def results_page(directory: Path, page: Path = Path("RESULTS.md")) -> str:
-    """`RESULTS.md`: all claims, and a section for each file, in the order of the recipes.
+    """`RESULTS.md`: the paper's claims, all claims, and a section for each file.
 
     A picture beside a file and named like it, `EXPERIMENT.png`, is shown in its section.
 
@@ -157,7 +158,7 @@ def results_page(directory: Path, page: Path = Path("RESULTS.md")) -> str:
     ]
     claims = claims_table(every)
     judged = [*claims, _RULES.format(margin=-HARMLESS)] if claims else []
-    return "\n".join([_INTRODUCTION, *judged, *sections])
+    return "\n".join([_INTRODUCTION, *first_table(every), *judged, *sections])
 
 
 def _picture(path: Path, page: Path) -> str | None:
