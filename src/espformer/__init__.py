@@ -4,7 +4,14 @@ import importlib
 from typing import TYPE_CHECKING
 
 from espformer import functional, nn, sorting
-from espformer.functional import esp_attention, esp_plan, sinkhorn_attention, sinkhorn_plan
+from espformer.functional import (
+    esp_attention,
+    esp_attention_varlen,
+    esp_plan,
+    sinkhorn_attention,
+    sinkhorn_attention_varlen,
+    sinkhorn_plan,
+)
 from espformer.nn import anneal, harden, set_sort_temperature, set_straight_through, soften
 
 if TYPE_CHECKING:
@@ -20,6 +27,7 @@ __all__ = [
     "calibrate",
     "convert",
     "esp_attention",
+    "esp_attention_varlen",
     "esp_plan",
     "functional",
     "harden",
@@ -29,6 +37,7 @@ __all__ = [
     "set_sort_temperature",
     "set_straight_through",
     "sinkhorn_attention",
+    "sinkhorn_attention_varlen",
     "sinkhorn_plan",
     "soften",
     "sorting",

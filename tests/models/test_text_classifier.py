@@ -8,7 +8,8 @@ from torch import nn
 
 from espformer.models import TextClassifier
 from espformer.models.blocks import masked_max, masked_mean, sinusoidal_positions
-from espformer.nn import Softmax
+from espformer.nn import ESP, Differential, Sinkhorn, Softmax
+from espformer.ops.common.packing import Packing
 from tests.models.cases import count_parameters
 
 
@@ -76,3 +77,44 @@ def test_pooling_ignores_padding_and_empty_sequences():
     x = x[1:].clone().requires_grad_()
     (masked_max(x, mask[1:]) + masked_mean(x, mask[1:])).sum().backward()
     assert (x.grad == 0).all()
+
+
+@pytest.mark.parametrize(
+    "mechanism", [Softmax(), Sinkhorn(), ESP(), ESP(hard=True), Differential(Softmax())], ids=str
+)
+def test_packed_logits_and_gradients_are_those_of_the_padded_batch(mechanism):
+    """Full, empty and short texts, and padding in the middle; every parameter."""
+    torch.manual_seed(0)
+    model = TextClassifier(
+        vocabulary=11, dim=16, depth=2, heads=2, mlp_dim=24, dropout=0.0, mechanism=mechanism
+    ).double()
+    tokens = torch.randint(1, 11, (5, 7))
+    tokens[1, 3:], tokens[2], tokens[3, 2:4] = 0, 0, 0
+    grads = []
+    for packed in (False, True):
+        model.packed = packed
+        logits = model(tokens)
+        grads.append(
+            (
+                logits,
+                *torch.autograd.grad(
+                    logits.square().sum(),
+                    list(model.parameters()),
+                    allow_unused=True,
+                    materialize_grads=True,
+                ),
+            )
+        )
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
+    assert [m.shape for m in model.attention_matrices(tokens)] == [(5, 2, 7, 7)] * 2
+    assert model.packed
+
+
+def test_packed_tokens_attend_to_themselves():
+    model = TextClassifier(vocabulary=11, dim=16, depth=1, heads=2, mlp_dim=24)
+    layer, packing = model.blocks[0].attn, Packing([0, 2, 5], device="cpu")
+    with pytest.raises(ValueError, match="no matrix of a whole batch"):
+        layer(torch.randn(5, 16), mask=packing, return_matrix=True)
+    with pytest.raises(ValueError, match=r"packed x must have shape \(tokens, 16\)"):
+        layer(torch.randn(1, 5, 16), mask=packing)

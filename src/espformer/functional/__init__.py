@@ -11,12 +11,15 @@ from espformer.functional.baselines import (
     softmax_plan,
 )
 from espformer.functional.esp import BACKENDS, esp_attention, esp_plan
+from espformer.functional.varlen import esp_attention_varlen, sinkhorn_attention_varlen
 
 __all__ = [
     "BACKENDS",
     "esp_attention",
+    "esp_attention_varlen",
     "esp_plan",
     "sinkhorn_attention",
+    "sinkhorn_attention_varlen",
     "sinkhorn_plan",
     "softmax_attention",
     "softmax_plan",

@@ -3,6 +3,7 @@
 They take the shapes and the masks of :func:`espformer.esp_attention`.
 """
 
+from functools import partial
 from types import ModuleType
 
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor
 from espformer.functional.arguments import one_of, runs_kernels, under_transforms
 from espformer.ops.common.exporting import is_exporting
 from espformer.ops.common.masks import resolve_masks, zero_padding
+from espformer.ops.common.packing import attend_nested, refuse_masks
 from espformer.ops.sinkhorn.torch import sinkhorn_matrix, sinkhorn_output
 
 __all__ = ["sinkhorn_attention", "sinkhorn_plan", "softmax_attention", "softmax_plan"]
@@ -132,7 +134,8 @@ def sinkhorn_attention(
     in turn, in the log domain, see :func:`espformer.ops.sinkhorn.torch.sinkhorn_normalize`.
 
     Args:
-        query: ``(batch, heads, N, head_dim)``.
+        query: ``(batch, heads, N, head_dim)``. Queries, keys and values may be jagged nested
+            tensors of that shape, and so is the output then.
         key: ``(batch, heads, M, head_dim)``.
         value: ``(batch, heads, M, width)``.
         iterations: number of updates, rows first; 0 and 1 are softmax attention. After an odd
@@ -162,6 +165,12 @@ def sinkhorn_attention(
         Sander, Ablin, Blondel, Peyré, Sinkformers: Transformers with doubly stochastic attention,
         AISTATS 2022.
     """
+    if query.is_nested:
+        refuse_masks("sinkhorn_attention", query_mask, key_mask)
+        attention = partial(
+            sinkhorn_attention, iterations=iterations, epsilon=epsilon, scale=scale, backend=backend
+        )
+        return attend_nested("sinkhorn_attention", attention, query, key, value)
     _check_shapes("sinkhorn_attention", query, key, value)
     check_sinkhorn("sinkhorn_attention", iterations, epsilon)
     query_mask, key_mask = resolve_masks("sinkhorn_attention", query, key, query_mask, key_mask)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import ModuleType
 from typing import Any, Unpack
 
@@ -18,6 +19,7 @@ from espformer.functional.arguments import (
     under_transforms,
 )
 from espformer.ops.common.masks import zero_padding
+from espformer.ops.common.packing import attend_nested, refuse_masks
 from espformer.ops.esp import linear, reference
 from espformer.ops.esp.options import Options, takes_options
 from espformer.ops.esp.problem import Problem
@@ -58,7 +60,8 @@ def esp_attention(
     multiplied as they are, and added up in float32.
 
     Args:
-        query: ``(batch, heads, N, m)``.
+        query: ``(batch, heads, N, m)``. Queries, keys and values may be jagged nested tensors of
+            that shape, with sequences of their own lengths; so is the output then.
         key: ``(batch, heads, M, m)``.
         value: ``(batch, heads, M, d)``.
         slices: Θ, ``(L, m)`` or ``(heads, L, m)``, rows of unit norm; None is the m axes.
@@ -98,6 +101,13 @@ def esp_attention(
         [3] Prillo & Eisenschlos, *SoftSort*, ICML 2020.
     """
     name = "esp_attention"
+    if query.is_nested:
+        refuse_masks(name, query_mask, key_mask, attn_mask)
+        attention = partial(
+            esp_attention, slices=slices, slice_logits=slice_logits, backend=backend,
+            is_causal=is_causal, **options,
+        )  # fmt: skip
+        return attend_nested(name, attention, query, key, value)
     problem, lead = make_problem(
         name, query, key, value, options, slices=slices, slice_logits=slice_logits,
         query_mask=query_mask, key_mask=key_mask,

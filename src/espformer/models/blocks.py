@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from espformer.nn import Attention, Mechanism
+from espformer.ops.common.packing import Packing
 
 __all__ = [
     "MLP",
@@ -103,8 +104,11 @@ class EncoderBlock(nn.Module):
             self.norm2 = nn.LayerNorm(dim, eps=NORM_EPS)
             self.mlp = MLP(dim, mlp_dim, activation=activation, dropout=dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """``(batch, tokens, dim)`` to the same; `mask` is boolean, ``(batch, tokens)``."""
+    def forward(self, x: Tensor, mask: Tensor | Packing | None = None) -> Tensor:
+        """``(batch, tokens, dim)`` to the same; `mask` is boolean, ``(batch, tokens)``.
+
+        Or packed sequences, ``(tokens, dim)``, and their packing instead of a mask.
+        """
         if self.norm_first:
             x = x + self.attn(self.norm1(x), mask=mask)
         else:

@@ -16,6 +16,7 @@ from espformer.models.blocks import (
     token_positions,
 )
 from espformer.nn import Mechanism
+from espformer.ops.common.packing import Packing
 
 __all__ = ["TextClassifier"]
 
@@ -38,6 +39,10 @@ class TextClassifier(Classifier):
         max_length: longest sequence.
         dropout: on the output of all sublayers.
         pad_id: id of the padding token.
+        packed: whether the blocks work on the tokens that take part alone, one sequence after the
+            other: a batch then costs as much as it has tokens. The logits are the same, to
+            rounding. The lengths are waited for, so a packed model cannot be recorded as a CUDA
+            graph.
 
     Example:
         >>> import torch
@@ -69,9 +74,11 @@ class TextClassifier(Classifier):
         max_length: int = 512,
         dropout: float = 0.1,
         pad_id: int = 0,
+        packed: bool = False,
     ) -> None:
         super().__init__()
         self.pad_id = pad_id
+        self.packed = packed
         self.embedding = nn.Embedding(vocabulary, dim, padding_idx=pad_id)
         positions = sinusoidal_positions(max_length, dim)
         self.register_buffer("positions", positions, persistent=False)
@@ -111,7 +118,26 @@ class TextClassifier(Classifier):
             )
         if mask is None:
             mask = inputs != self.pad_id
-        x = self.embedding(inputs) + self.positions[token_positions(mask)]
-        for block in self.blocks:
-            x = block(x, mask)
+        positions = token_positions(mask)
+        if self.packed:
+            x = self._packed(inputs, mask, positions)
+        else:
+            x = self.embedding(inputs) + self.positions[positions]
+            for block in self.blocks:
+                x = block(x, mask)
         return self.head(masked_max(x, mask))
+
+    def _packed(self, inputs: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        """What the blocks make of the tokens that take part; zero elsewhere."""
+        packing = Packing.of_mask(mask)
+        x = self.embedding(inputs[mask]) + self.positions[positions[mask]]
+        for block in self.blocks:
+            x = block(x, packing)
+        return x.new_zeros(*mask.shape, x.shape[-1]).index_put((mask,), x)
+
+    def attention_matrices(self, inputs: Tensor, mask: Tensor | None = None) -> list[Tensor]:
+        packed, self.packed = self.packed, False  # packed, there is no matrix of a whole batch
+        try:
+            return super().attention_matrices(inputs, mask)
+        finally:
+            self.packed = packed

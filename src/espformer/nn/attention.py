@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from espformer.functional.arguments import one_of
 from espformer.nn.esp import ESP
 from espformer.nn.mechanisms import Mechanism
+from espformer.ops.common.packing import Packing
 
 __all__ = ["Attention"]
 
@@ -110,14 +111,15 @@ class Attention(nn.Module):
         x: Tensor,
         context: Tensor | None = None,
         *,
-        mask: Tensor | None = None,
+        mask: Tensor | Packing | None = None,
         context_mask: Tensor | None = None,
         return_matrix: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend.
 
         Args:
-            x: tokens, ``(batch, N, dim)``.
+            x: tokens, ``(batch, N, dim)``; packed sequences are ``(tokens, dim)``, with their
+                packing as the mask (self-attention only).
             context: tokens to attend to, ``(batch, M, key_dim)``; cross-attention only.
             mask: boolean ``(batch, N)``, which tokens take part.
             context_mask: boolean ``(batch, M)``, which tokens of the context take part.
@@ -127,6 +129,8 @@ class Attention(nn.Module):
             ``(batch, N, dim)``, and ``(batch, heads, N, M)`` if asked. At padded tokens the output
             is the bias of the output projection: what the mechanism adds there is zero.
         """
+        if isinstance(mask, Packing):
+            return self._packed(x, mask, context, context_mask, return_matrix)
         query, key, value = self._project(x, context)
         if self.cross:
             if mask is None and context_mask is not None:
@@ -145,6 +149,27 @@ class Attention(nn.Module):
         if return_matrix:
             return output, self.mechanism.matrix(query, key, **masks)
         return output
+
+    def _packed(
+        self, x: Tensor, packing: Packing, context: Tensor | None, context_mask: Tensor | None,
+        return_matrix: bool,
+    ) -> Tensor:  # fmt: skip
+        """Self-attention of packed sequences, ``(tokens, dim)``."""
+        if self.cross or context is not None or context_mask is not None or return_matrix:
+            raise ValueError(
+                "Attention: packed sequences attend to themselves alone, and have no matrix of a "
+                "whole batch; for a context or a matrix pass padded tokens and a mask"
+            )
+        if x.ndim != 2 or x.shape[-1] != self.dim:
+            raise ValueError(
+                f"Attention: packed x must have shape (tokens, {self.dim}), got {tuple(x.shape)}"
+            )
+        widths = (self.qk_dim, self.qk_dim, self.head_dim)
+        parts = self.qkv(x).split([self.heads * width for width in widths], -1)
+        query, key, value = (part.unflatten(-1, (self.heads, -1)) for part in parts)
+        output = packing.attend(self.mechanism, query, key, value)
+        dropped: Tensor = self.dropout(self.proj(output.flatten(1)))
+        return dropped
 
     def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, ...]:
         """Queries, keys and values, ``(batch, heads, tokens, head_dim)`` each."""
