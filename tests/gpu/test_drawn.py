@@ -33,7 +33,7 @@ MOST_TOKENS, WIDTHS = 3000, range(8, 257, 8)
 FAMILY = 8
 # Elements of (heads, slices, N, M): what the dense oracle makes; and of (heads, slices, N, width),
 # which bounds the time and memory of the linear one.
-MOST_DENSE, MOST_ELEMENTS = 3 << 24, 1 << 26
+MOST_DENSE, MOST_ELEMENTS = 1 << 22, 1 << 26
 
 
 @dataclass
@@ -73,7 +73,9 @@ class Drawn:
     def tolerance(self, name: str) -> float:
         """Allowed relative error: rounding, with room; a lost block of columns is far more."""
         halves = self.dtype != torch.float32
-        bound = 1e-2 if halves else 2e-4
+        bound = 1.5e-2 if halves else 2e-4
+        # Forces of both signs nearly cancel, and few tokens do not average their rounding.
+        bound *= max(1.0, 8 / min(self.queries, self.keys) ** 0.5)
         if self.options["metric"] == "squared":  # its sum of exponentials (docs/mathematics.md)
             bound += (4e-6 if halves else 6e-8) * max(self.queries, self.keys)
         if self.slices is not None and not halves:
@@ -201,10 +203,13 @@ def wrong_parts(drawn: Drawn) -> list[str]:
     expected = differentiate(drawn, leaves, masks, upstream, drawn.oracle, torch.float64)
     wrong = []
     # Where a plan hardly moves (one token, equal weights) a gradient has no size of its own.
-    least = 1e-3 * float(upstream.double().norm())
+    least = dict.fromkeys(expected, 1e-3 * float(upstream.double().norm()))
+    if "slice_logits" in expected:  # differences of products of the outputs of slices
+        products = float((upstream.double() * expected["out"]).norm())
+        least["slice_logits"] = products / expected["slice_logits"].shape[-1] ** 0.5
     for name, reference in expected.items():
         error = float((found[name].double() - reference).norm())
-        share = error / max(float(reference.norm()), least)
+        share = error / max(float(reference.norm()), least[name])
         if not share <= drawn.tolerance(name):
             wrong.append(f"{name} is off by {share:.1e}, {drawn.tolerance(name):.1e} allowed")
     return wrong
