@@ -20,10 +20,19 @@ mechanisms:
   squared: {esp: {temperature_unit: absolute, sort_temperature: 0.1, metric: squared}}
   both: {esp: {temperature_unit: absolute, sort_temperature: 0.1, balance: both}}
   straight: {esp: {temperature_unit: absolute, sort_temperature: 0.1, straight_through: true}}
-  sliced: {esp: {temperature_unit: absolute, sort_temperature: 0.1, slicer: learnable, slices: 8, slice_dropout: 0.2}}
+  sliced:
+    esp:
+      temperature_unit: absolute
+      sort_temperature: 0.1
+      slicer: learnable
+      slices: 8
+      slice_dropout: 0.2
   learnt: {esp: {temperature_unit: absolute, sort_temperature: 0.1, learn_temperature: true}}
   diff-softmax: {differential: {base: softmax, lambda_init: 0.5}}
-  diff-esp: {differential: {base: {esp: {temperature_unit: absolute, sort_temperature: 0.1}}, lambda_init: 0.5}}
+  diff-esp:
+    differential:
+      base: {esp: {temperature_unit: absolute, sort_temperature: 0.1}}
+      lambda_init: 0.5
   spread: {esp: {sort_temperature: 1.0}}
 default_mechanism: absolute
 data: {set: digits, batch_size: 128, eval_batch_size: 359}
