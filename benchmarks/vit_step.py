@@ -24,13 +24,14 @@ from espformer.lab.bench.tables import file_stem
 from espformer.lab.clock import interleaved_seconds
 from espformer.lab.machine import machine
 from espformer.models import VisionTransformer
-from espformer.nn import ESP, Mechanism, Sinkhorn, Softmax
+from espformer.nn import ESP, ClassToken, Mechanism, Sinkhorn, Softmax
 
 MECHANISMS: Mapping[str, Callable[[], Mechanism]] = MappingProxyType(
     {
         "softmax": Softmax,
         "Sinkhorn S = 3": lambda: Sinkhorn(iterations=3),
         "ESP, defaults": ESP,
+        "ESP, defaults, class token by softmax": lambda: ClassToken(ESP()),
         "ESP, defaults, learnable slices": lambda: ESP(slicer="learnable", slices=8),
         "ESP, paper": lambda: ESP(
             slicer="axis", temperature_unit="absolute", metric="squared", sort_temperature=1e-3,
