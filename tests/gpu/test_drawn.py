@@ -33,7 +33,7 @@ MOST_TOKENS, WIDTHS = 3000, range(8, 257, 8)
 FAMILY = 8
 # Elements of (heads, slices, N, M): what the dense oracle makes; and of (heads, slices, N, width),
 # which bounds the time and memory of the linear one.
-MOST_DENSE, MOST_ELEMENTS = 1 << 22, 1 << 26
+MOST_DENSE, MOST_ELEMENTS = 1 << 22, 1 << 25
 
 
 @dataclass
