@@ -103,7 +103,12 @@ def replayed(step: Callable[[], Tensor]) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+
+    def replay() -> Callable[[], Tensor]:
+        graph.replay()
+        return step  # what was recorded reads the model's memory, so the model must stay
+
+    return replay
 
 
 def main() -> None:
@@ -120,6 +125,7 @@ def main() -> None:
     errors = {name: logit_error(MECHANISMS[name](), device) for name in names}
     steps, graphs, peaks = {}, {}, {}
     for name in names:
+        print(name, file=sys.stderr, flush=True)
         steps[name] = training_step(MECHANISMS[name](), device, options.images)
         steps[name]()
         if on_gpu:
