@@ -1,6 +1,7 @@
 """The Python of README.md and docs/ runs as it is pasted, and their links lead somewhere."""
 
 import html
+import importlib
 import re
 import subprocess
 import sys
@@ -133,6 +134,16 @@ def test_links_of_the_site_lead_somewhere(site):
             assert target.exists(), f"{page.relative_to(site)}: {address}"
             if fragment and target in known and not fragment.startswith("__"):
                 assert fragment in known[target], f"{page.relative_to(site)}: {address}"
+
+
+@pytest.mark.parametrize("name", ["functional", "nn", "sorting", "integrations", "models"])
+def test_the_reference_has_every_public_name(name):
+    module = importlib.import_module(f"espformer.{name}")
+    page = (ROOT / "docs" / "api" / f"{name}.md").read_text("utf-8")
+    shown = set(re.findall(rf"^::: espformer\.{name}\.(\w+)$", page, re.MULTILINE))
+    wanted = {x for x in module.__all__ if callable(getattr(module, x))}
+    parts_of_models = {"ISAB", "MAB", "MLP", "PMA", "SAB", "CausalSoftmax", "Classifier"}
+    assert wanted - shown <= parts_of_models | {"DecoderBlock", "EncoderBlock", "Slicer"}
 
 
 def test_docstrings_become_markdown():
