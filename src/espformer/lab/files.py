@@ -9,9 +9,20 @@ from pathlib import Path
 
 from espformer.lab.errors import RunError
 
-__all__ = ["check_directory", "lock", "refuse_directory", "replacing", "write_atomically"]
+__all__ = [
+    "LOCK",
+    "check_directory",
+    "lock",
+    "new_directory",
+    "refuse_directory",
+    "replacing",
+    "write_atomically",
+]
 
 _MARGIN = 64 * 2**20
+
+LOCK = ".lock"
+"""File in the directory of a run that whoever works on it holds."""
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
@@ -64,6 +75,25 @@ def lock(path: Path, *, wait: bool) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def new_directory(directory: Path) -> Iterator[None]:
+    """Make a directory for work that may fail before it has left anything in it.
+
+    What was made for it, and is empty but for its lock when the block fails, is removed again.
+    """
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    check_directory(directory)
+    try:
+        yield
+    except BaseException:
+        if directory in made and [entry.name for entry in directory.iterdir()] == [LOCK]:
+            (directory / LOCK).unlink()
+        with contextlib.suppress(OSError):  # not empty
+            for path in made:
+                path.rmdir()
+        raise
 
 
 def check_directory(directory: Path, needed: int = 0) -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -457,3 +458,38 @@ def test_estimate(recipe):
     assert estimate(missing).seconds is None
     assert "mnist" in estimate(missing).reason
     assert [in_words(s) for s in (5, 100, 7000, 10**6)] == ["5 s", "1.7 min", "1.9 h", "11.6 days"]
+
+
+def test_threads_that_the_user_asked_for_are_those_of_the_runs(monkeypatch):
+    """MKL would follow its own variable rather than the one of OpenMP."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert set(experiments._environment(0, 1000).values()) == {"1"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert {experiments._environment(0, 1000)[name] for name in names} == {"3"}
+    monkeypatch.setenv("MKL_NUM_THREADS", "5")
+    assert experiments._environment(0, 1000)["MKL_NUM_THREADS"] == "5"
+
+
+def test_sigterm_stops_the_runs(recipe, tmp_path):
+    """As an interrupt does: whoever called writes what is finished."""
+    stopped = []
+
+    class Endless:
+        def poll(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        def terminate(self):
+            stopped.append(self)
+
+        def wait(self, timeout=None):
+            return -15
+
+    before = signal.getsignal(signal.SIGTERM)
+    jobs = plan(recipe, recipe.origins.file, tmp_path, seeds=[0], only=["plain"])
+    with pytest.raises(SystemExit) as ended:
+        do_all(jobs, 2, Console(file=io.StringIO()), lambda *_: Endless())
+    assert ended.value.code == 143
+    assert len(stopped) == 2
+    assert signal.getsignal(signal.SIGTERM) is before

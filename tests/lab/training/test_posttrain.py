@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from espformer.lab.errors import RunError
+from espformer.lab.files import LOCK, lock
 from espformer.lab.training import posttrain
 from espformer.lab.training.checkpoints import AtomicCheckpointIO
 from espformer.lab.training.trainer import execute
@@ -114,3 +115,11 @@ def test_what_was_annealed_before_the_run_went_on_is_not_its_result(recipe, tmp_
     assert late["scores"]["start"] == pytest.approx(results["scores"]["test"])
     kept = json.loads((directory / "anneal-before-0" / "results.json").read_text())
     assert kept["scores"] == early["scores"], "the former result is moved away, not lost"
+
+
+def test_hardening_keeps_off_a_run_that_another_process_works_on(trained):
+    directory, _ = trained
+    with lock(directory / LOCK, wait=False), pytest.raises(RunError, match="another process"):
+        posttrain.harden(directory)
+    assert not (directory / "hard.ckpt").exists()
+    assert posttrain.harden(directory)["hard"] >= 0

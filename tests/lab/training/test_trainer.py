@@ -236,3 +236,14 @@ def test_a_schedule_goes_on_where_the_start_left_it(recipe, tmp_path):
     goes_on[1] = f"start={{checkpoint: {tmp_path / 'constant' / 'last.ckpt'}}}"
     with pytest.raises(RunError, match="trained with the schedule 'constant'"):
         execute(recipe.run("transformer", overrides=goes_on), tmp_path / "no", progress=False)
+
+
+def test_a_run_that_fails_at_once_leaves_no_directory(recipe, tmp_path, monkeypatch):
+    run = recipe.run("espformer")
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setattr(trainer, "load_task", lambda run: 1 / 0)
+    for directory in (tmp_path / "mine" / "a" / "b", tmp_path / "other" / "a"):
+        with pytest.raises(ZeroDivisionError):
+            execute(run, directory, progress=False)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["mine"]
+    assert not list((tmp_path / "mine").iterdir()), "what was there before stays"

@@ -35,6 +35,15 @@ def finetune(
     anneal_to: Annotated[
         float, typer.Option(help="Sort temperature of ESP at the last step; 0 keeps it constant.")
     ] = 1e-3,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate", help="First fit each attention to the original, without labels."
+        ),
+    ] = False,
+    calibration_steps: Annotated[
+        int, typer.Option(min=0, help="Steps of --calibrate, the same for every attention.")
+    ] = 200,
     precision: Annotated[str, typer.Option(help="32-true, bf16-mixed, ...")] = "32-true",
     max_length: Annotated[
         int | None, typer.Option(min=1, help="Tokens kept of a text; tweeteval 128, imdb 256.")
@@ -57,7 +66,8 @@ def finetune(
     A linear head is fitted once with the original attention, and all attentions begin with it; so
     the score before training (plug and play) tells what the swap alone does. Then every attention
     gets the same steps. For ESP the sort temperature falls on the way, and the result is scored
-    soft and with an exact sort.
+    soft and with an exact sort. With --calibrate every attention is first fitted to the outputs of
+    the original on training texts; the score before training is then after it.
 
     Finished runs are kept, interrupted ones go on. The table goes to OUTPUT/NAME/results.md. With
     --jobs on a GPU, start NVIDIA's MPS first: nvidia-cuda-mps-control -d.
@@ -69,6 +79,8 @@ def finetune(
       espformer finetune -m DIR -a softmax -a esp -r 5e-5 -r 2e-4 --jobs 4
 
       espformer finetune -m DIR -a 'hard={esp: {straight_through: true}}'
+
+      espformer finetune -m DIR --calibrate --calibration-steps 500
 
       espformer finetune -m DIR --data-dir DATA --examples 500 --epochs 1
     """
@@ -104,6 +116,7 @@ def finetune(
         max_length=max_length,
         data_dir=data_dir,
         examples=examples,
+        calibration_steps=calibration_steps if calibrate else None,
     )
     runs = [
         experiment.run(label, setting, seed)
@@ -126,6 +139,7 @@ def finetune(
         *("--model", model, "--task", task, "--epochs", str(epochs), "--output", str(output)),
         *("--batch-size", str(batch_size), "--anneal-to", repr(anneal_to), "--no-progress"),
         *("--precision", precision, "--no-table"),
+        *(("--calibrate", "--calibration-steps", str(calibration_steps)) if calibrate else ()),
     ]
     for option, value in (
         ("--max-length", max_length),

@@ -284,6 +284,8 @@ class FinetuneRun(TrainingRun):
     """Sort temperature at the last step; it stays unless given."""
     warmup: float = 0.1
     """Share of the steps in which the learning rate rises."""
+    calibration_steps: int | None = None
+    """Steps of calibration on training texts, without their labels, before; none unless given."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -291,6 +293,8 @@ class FinetuneRun(TrainingRun):
             raise ValueError(f"anneal_to must be > 0, got {self.anneal_to}")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"warmup must be a share in [0, 1), got {self.warmup}")
+        if self.calibration_steps is not None:
+            _not_negative(calibration_steps=self.calibration_steps)
 
     memory_advice: ClassVar[str] = "a smaller --batch-size, fewer --jobs, or --precision bf16-mixed"
 

@@ -22,6 +22,9 @@ Listener = Callable[[Event], None]
 
 ENVIRONMENT = "ESPFORMER_EVENTS"
 
+SILENCE_SECONDS = 20.0
+"""After which a log without a progress bar says how far a long epoch is."""
+
 
 def listener() -> Listener | None:
     """Return what writes events to the file that the environment names, if it names one."""
@@ -48,6 +51,11 @@ def last_event(path: Path) -> Event:
         return {}
 
 
+def _first(totals: Any) -> float:
+    """Return the number of batches of the only loader, which Lightning has in a list."""
+    return totals[0] if isinstance(totals, list) else totals
+
+
 class ReportProgress(Callback):
     """Tells a listener, and the log of a run without a progress bar, of every epoch.
 
@@ -59,13 +67,39 @@ class ReportProgress(Callback):
 
     def __init__(self, score: str, tell: Listener | None, *, lines: bool) -> None:
         self.score, self.tell, self.lines = score, tell, lines
-        self._epoch = Stopwatch()
+        self._epoch, self._silence = Stopwatch(), Stopwatch()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._emit(trainer, trainer.current_epoch)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._epoch.restart()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        what = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}"
+        self._break_silence(trainer, what, batch_idx, trainer.num_training_batches)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
+        batch_idx: int, dataloader_idx: int = 0,
+    ) -> None:  # fmt: skip
+        total = trainer.num_val_batches
+        self._break_silence(trainer, "validation", batch_idx, _first(total))
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
+        batch_idx: int, dataloader_idx: int = 0,
+    ) -> None:  # fmt: skip
+        total = trainer.num_test_batches
+        self._break_silence(trainer, "test", batch_idx, _first(total))
+
+    def _break_silence(self, trainer: Trainer, what: str, batch_idx: int, total: float) -> None:
+        """Say where a long epoch is, now and then."""
+        if self.lines and trainer.is_global_zero and self._silence.seconds > SILENCE_SECONDS:
+            self._silence.restart()
+            print(f"{what}, batch {batch_idx + 1}/{total}", flush=True)
 
     def report_epoch(self, trainer: Trainer) -> None:
         """Tell what came out of an epoch; the learner calls this once its means are logged."""
@@ -80,6 +114,7 @@ class ReportProgress(Callback):
             numbers = (f"{name} {value:.4f}" for name, value in named.items())
             epoch = f"epoch {done}/{trainer.max_epochs}"
             print(", ".join([epoch, *numbers, f"{seconds:.1f} s"]), flush=True)
+            self._silence.restart()
 
     def _emit(self, trainer: Trainer, epoch: int, **more: Any) -> None:
         if self.tell is not None and trainer.is_global_zero:

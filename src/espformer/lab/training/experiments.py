@@ -6,10 +6,13 @@ read and prepared once, before the runs begin. They go seed by seed, so an inter
 comparisons, and the longest of a seed begin first.
 """
 
+import contextlib
 import os
+import signal
 import subprocess
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -253,7 +256,7 @@ class _Board:
 
     def work(self) -> list[Job]:
         done = len(self.jobs) - len(self.waiting)
-        with self.progress:
+        with _stopped_by_sigterm(), self.progress:
             whole = self.progress.add_task("[bold]runs", total=len(self.jobs), completed=done)
             try:
                 while self.waiting or self.running:
@@ -318,6 +321,23 @@ class _Board:
         self.waiting.clear()
 
 
+@contextlib.contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """Within the block, end at a SIGTERM as at any exception: runs are stopped, results written."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # which alone may handle signals
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _end(process: Process, deadline: float) -> None:
     """A run that was asked to stop does so after its step; a long step is not waited for."""
     try:
@@ -338,7 +358,8 @@ def _environment(slot: int, at_once: int) -> dict[str, str]:
     if cards > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
         environment["CUDA_VISIBLE_DEVICES"] = str(slot % cards)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = str(max(1, (cores or 1) // at_once))
+    # MKL asks its own variable first: what the user said to OpenMP holds for all.
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (cores or 1) // at_once)))
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         environment[name] = os.environ.get(name, threads)
     return environment

@@ -4,7 +4,9 @@ What `espformer finetune` does for each attention and each seed:
 
 1. A linear head is fitted on the mean of the encoder's last hidden states, once, with the original
    attention and the published weights. All attentions begin with this head.
-2. *Plug and play*: the attention is replaced, nothing else, and the model is scored.
+2. *Plug and play*: the attention is replaced, nothing else, and the model is scored. If asked for,
+   it is calibrated before: fitted to what the original gives on some training texts, without their
+   labels, by the same number of steps whatever the attention.
 3. The whole model is fine-tuned, for the same number of steps with the same batches whatever the
    attention; the sort temperature of ESP falls geometrically on the way.
 4. It is scored as it was trained and, for ESP, with an exact sort.
@@ -16,7 +18,8 @@ A logistic regression is convex: it has one solution, no seed, and leaves the en
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,14 +30,17 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from espformer.integrations import calibrate
+from espformer.lab.clock import Stopwatch
 from espformer.lab.data import Task
 from espformer.lab.errors import ConfigError, RunError, nearest
-from espformer.lab.files import check_directory, write_atomically
+from espformer.lab.files import new_directory, write_atomically
 from espformer.lab.recipes.build import build_mechanism
 from espformer.lab.recipes.recipe import Recipe
 from espformer.lab.recipes.schema import FinetuneRun, Grid
 from espformer.lab.recipes.yaml_schema import Origins, Spec, parse, read_text
-from espformer.lab.training.learner import LOG_EVERY, Classifier
+from espformer.lab.training.events import SILENCE_SECONDS
+from espformer.lab.training.learner import LOG_EVERY, MARK, Classifier
 from espformer.lab.training.optimizers import make_optimizer
 from espformer.lab.training.pretrained import (
     head_for,
@@ -48,6 +54,7 @@ __all__ = [
     "AnnealByStep",
     "Experiment",
     "FinetuneLearner",
+    "calibration_batches",
     "fit_shared_head",
     "head_file",
     "make_experiment",
@@ -58,6 +65,8 @@ __all__ = [
 TASKS = ("tweeteval", "imdb")
 # Tokens kept of a text: no tweet is longer, and two of three reviews are shorter.
 MAX_LENGTH = {"tweeteval": 128, "imdb": 256}
+# Enough that a calibration does not learn them by heart in some hundred steps.
+CALIBRATION_TEXTS = 1024
 
 
 def read_attentions(texts: Sequence[str]) -> dict[str, Spec]:
@@ -115,6 +124,7 @@ def make_experiment(
     max_length: int | None,
     data_dir: str | None,
     examples: int | None,
+    calibration_steps: int | None = None,
 ) -> Experiment:
     """Return every attention with every learning rate and every seed, equal in all else."""
     if task not in TASKS:
@@ -139,6 +149,7 @@ def make_experiment(
             }
         },
         "trainer": {"epochs": epochs, "precision": precision, "attention_statistics": False},
+        "calibration_steps": calibration_steps,
     }
     made = {}
     for rate in rates:
@@ -194,12 +205,16 @@ def fit_shared_head(run: FinetuneRun, output: Path) -> Path:
                 "another --output, or move the directory away"
             )
         return path
-    check_directory(path.parent)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    head = head_for(run, load_texts(run), device)
+    with new_directory(path.parent):
+        head = head_for(run, load_texts(run), _device())
     write_atomically(path, save({name: x.contiguous() for name, x in head.items()}))
     write_atomically(note, json.dumps(said, indent=1) + "\n")
     return path
+
+
+def _device() -> torch.device:
+    """Where work is done before Lightning has chosen a device."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def warm_up_and_decay(step: int, steps: int, warmup: float) -> float:
@@ -229,23 +244,54 @@ class FinetuneLearner(Classifier):
         assert task.classes is not None
         super().__init__(run, make_classifier(run, task.classes))
         self.finetune = run
+        self.calibration: dict[str, Any] | None = None
+        """What calibrating gave, where it was asked for."""
         self.confusion: Tensor | None = None
         """Of the test so far, ``(classes, classes)``: rows are true, columns are found."""
 
-    def begin(self, output: Path) -> None:
-        """Begin with the head that was fitted with the original attention."""
+    def begin(self, output: Path, task: Task, *, fresh: bool) -> None:
+        """Begin with the head that was fitted with the original attention; calibrate if asked."""
         path = head_file(output, self.finetune)
         if not path.is_file():
             raise RunError(f"{path}: the head is not there; espformer finetune fits it first")
         head: Any = self.model.head
         head.load_state_dict(load(path.read_bytes()))
+        if fresh and self.finetune.calibration_steps is not None:
+            self.calibration = self._calibrate(task, self.finetune.calibration_steps)
+
+    def _calibrate(self, task: Task, steps: int) -> dict[str, Any]:
+        """Fit the converted encoder to the original, which softmax is and stays."""
+        told = {"texts": CALIBRATION_TEXTS, "steps": steps}
+        if self.run.mechanism == Spec("softmax"):
+            return {**told, "before": 0.0, "after": 0.0, "seconds": 0.0}
+        model: Any = self.model
+        device = _device()
+        model.encoder.to(device)
+        batches = calibration_batches(task, self.run.data.batch_size, self.run.seed, device)
+        print(f"calibrating on {CALIBRATION_TEXTS} training texts, {steps} steps", flush=True)
+        found = calibrate(
+            model.encoder, batches, steps=steps, seed=self.run.seed, progress=_say_sometimes()
+        )
+        model.encoder.cpu()
+        print(found, flush=True)
+        numbers = {name: getattr(found, name) for name in ("before", "aligned", "after", "seconds")}
+        return {**told, **numbers}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint[MARK]["calibration"] = self.calibration
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.calibration = checkpoint[MARK].get("calibration")
 
     def callbacks(self) -> list[Callback]:
         end = self.finetune.anneal_to
-        return [] if end is None else [AnnealByStep(_first_temperature(self.model), end)]
+        return [] if end is None else [AnnealByStep(end)]
 
     def about(self, recalls: dict[str, float]) -> dict[str, Any]:
-        return {"macro_recall": recalls, "weights": weights_info(self.finetune.path)}
+        about = {"macro_recall": recalls, "weights": weights_info(self.finetune.path)}
+        return about if self.calibration is None else {**about, "calibration": self.calibration}
 
     def configure_optimizers(self) -> Any:
         config = self.run.optimizer
@@ -277,19 +323,65 @@ class FinetuneLearner(Classifier):
             self.log("test/recall", recalls.mean())
 
 
+def calibration_batches(
+    task: Task, batch_size: int, seed: int, device: torch.device
+) -> list[dict[str, Tensor]]:
+    """Return training texts without labels, those of like length together, as inputs of an encoder.
+
+    Args:
+        task: its training split is drawn from.
+        batch_size: texts of a batch.
+        seed: decides which texts.
+        device: where they go.
+    """
+    texts: Any = task.train
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randperm(len(texts), generator=generator)[:CALIBRATION_TEXTS]
+    rows = rows[torch.argsort(texts.lengths[rows], stable=True)]
+    batches = []
+    for some in rows.split(batch_size):
+        batch = texts.batch(some)
+        ids, mask = batch["inputs"].to(device), batch["mask"].to(device)
+        batches.append({"input_ids": ids, "attention_mask": mask.long()})
+    return batches
+
+
+def _say_sometimes() -> Callable[[int, int, float], None]:
+    """Return what prints the loss of a calibration now and then."""
+    watch = Stopwatch()
+
+    def say(step: int, steps: int, loss: float) -> None:
+        if watch.seconds > SILENCE_SECONDS:
+            watch.restart()
+            print(f"calibration, step {step}/{steps}, loss {loss:.4f}", flush=True)
+
+    return say
+
+
 class AnnealByStep(Callback):
     """The sort temperature goes from what it is to `end`, by the same factor before each step.
 
-    Temperatures are part of the weights, so a run that goes on from a checkpoint goes on here too.
+    Where temperatures differ, after a calibration, their geometric mean ends there. They are part
+    of the weights, so a run that goes on from a checkpoint goes on here too.
     """
 
-    def __init__(self, start: float, end: float) -> None:
-        self.start, self.end = start, end
+    def __init__(self, end: float) -> None:
+        self.end = end
+        self.start: float | None = None
         self.factor = 1.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        model: Any = pl_module.model
+        if self.start is None:
+            self.start = statistics.geometric_mean(_temperatures(model))
         steps = int(trainer.estimated_stepping_batches)
         self.factor = (self.end / self.start) ** (1 / max(1, steps))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"start": self.start}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.start = state_dict["start"]
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -298,12 +390,11 @@ class AnnealByStep(Callback):
         if trainer.fit_loop.total_batch_idx % trainer.accumulate_grad_batches == 0:
             anneal(model, self.factor)
         if (trainer.global_step + 1) % LOG_EVERY == 0:
-            found = get_sort_temperatures(model).values()
-            numbers = torch.tensor([x for t in found for x in (t if isinstance(t, list) else [t])])
-            pl_module.log("sort_temperature", numbers.mean(), rank_zero_only=True)
+            mean = statistics.fmean(_temperatures(model))
+            pl_module.log("sort_temperature", mean, rank_zero_only=True)
 
 
-def _first_temperature(model: nn.Module) -> float:
-    """Return the sort temperature that the mechanisms begin with."""
-    first = next(iter(get_sort_temperatures(model).values()))
-    return first[0] if isinstance(first, list) else first
+def _temperatures(model: nn.Module) -> list[float]:
+    """Return the sort temperatures of all mechanisms and, where they are learnt, heads."""
+    found = get_sort_temperatures(model).values()
+    return [t for one in found for t in (one if isinstance(one, list) else [one])]

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from espformer.lab.data import Task
 from espformer.lab.recipes.schema import Schedule, TrainingRun
 from espformer.lab.recipes.yaml_schema import plain
 from espformer.lab.training.batches import mix_seed
@@ -130,8 +131,14 @@ class Learner(LightningModule):
         self._sharded = False
         self._summed: list[float] | None = None
 
-    def begin(self, output: Path) -> None:
-        """Fill in weights that other work under `output` has left; for tasks that need some."""
+    def begin(self, output: Path, task: Task, *, fresh: bool) -> None:
+        """Fill in weights that other work has left or that data decide, for tasks that need some.
+
+        Args:
+            output: directory of all runs.
+            task: the data of the run.
+            fresh: no checkpoint will be loaded over them.
+        """
 
     def callbacks(self) -> list[Callback]:
         """Return what this task adds to the callbacks of a training."""

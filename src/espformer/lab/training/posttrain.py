@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from espformer.lab.errors import RunError
-from espformer.lab.files import check_directory, write_atomically
+from espformer.lab.files import LOCK, check_directory, lock, write_atomically
 from espformer.lab.machine import run_conditions
 from espformer.lab.recipes.build import has_sort_temperature
 from espformer.lab.recipes.recipe import run_from_plain
@@ -143,23 +143,24 @@ def harden(
     if not has_sort_temperature(run.mechanism):
         raise RunError(f"{file}: {run.mechanism} has no sort to harden")
     check_directory(file.parent, file.stat().st_size)
-    learner, data, trainer = _ready(run, file, data_directory, progress)
-    if _is_hard(learner.model):
-        raise RunError(f"{file}: sorts exactly already; {_SOFT}")
-    soft = score_percent(trainer.test(learner, datamodule=data, verbose=False), learner)
-    harden_model(learner.model)
-    hard = score_percent(trainer.test(learner, datamodule=data, verbose=False), learner)
-    target = file.parent / "hard.ckpt"
-    trainer.save_checkpoint(target, weights_only=True)
-    results = {
-        "checkpoint": str(file),
-        "hard_checkpoint": str(target),
-        "score": learner.score,
-        "soft": soft,
-        "hard": hard,
-        **run_conditions(),
-    }
-    write_atomically(file.parent / "hard.json", json.dumps(results, indent=1) + "\n")
+    with lock(file.parent / LOCK, wait=False):
+        learner, data, trainer = _ready(run, file, data_directory, progress)
+        if _is_hard(learner.model):
+            raise RunError(f"{file}: sorts exactly already; {_SOFT}")
+        soft = score_percent(trainer.test(learner, datamodule=data, verbose=False), learner)
+        harden_model(learner.model)
+        hard = score_percent(trainer.test(learner, datamodule=data, verbose=False), learner)
+        target = file.parent / "hard.ckpt"
+        trainer.save_checkpoint(target, weights_only=True)
+        results = {
+            "checkpoint": str(file),
+            "hard_checkpoint": str(target),
+            "score": learner.score,
+            "soft": soft,
+            "hard": hard,
+            **run_conditions(),
+        }
+        write_atomically(file.parent / "hard.json", json.dumps(results, indent=1) + "\n")
     return results
 
 

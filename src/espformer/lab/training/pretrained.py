@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from espformer.integrations import convert
+from espformer.lab.clock import Stopwatch
 from espformer.lab.data import Task, TensorSet, imdb, tweeteval
 from espformer.lab.data.base import hold_out
 from espformer.lab.data.files import DataError, Files, Source, find
@@ -21,6 +22,7 @@ from espformer.lab.recipes.schema import FinetuneRun
 from espformer.lab.recipes.yaml_schema import Spec
 from espformer.lab.training.assemble import load_weights
 from espformer.lab.training.checkpoints import read_checkpoint
+from espformer.lab.training.events import SILENCE_SECONDS
 from espformer.lab.training.learner import MARK
 
 __all__ = [
@@ -158,10 +160,15 @@ def pooled_features(
     assert data.lengths is not None
     order = torch.argsort(data.lengths, stable=True)
     features = torch.empty(len(data), model.head.in_features)
+    watch, done = Stopwatch(), 0
     for rows in order.split(batch_size):
         batch = data.batch(rows)
         found = model.pool(batch["inputs"].to(device), batch["mask"].to(device))
         features[rows] = found.float().cpu()
+        done += len(rows)
+        if watch.seconds > SILENCE_SECONDS:
+            watch.restart()
+            print(f"features of {done:,} of {len(data):,} texts", flush=True)
     return features
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from espformer.lab.clock import Stopwatch
 from espformer.lab.data import Task
 from espformer.lab.errors import RunError
-from espformer.lab.files import check_directory, lock, write_atomically
+from espformer.lab.files import LOCK, lock, new_directory, write_atomically
 from espformer.lab.machine import device_name, run_conditions
 from espformer.lab.recipes.build import has_sort_temperature
 from espformer.lab.recipes.recipe import load_recipe
@@ -77,9 +77,10 @@ def execute(
         tell: called with every event of the training.
     """
     first = is_first_process()
-    if first:
-        check_directory(directory)
-    with lock(directory / ".lock", wait=False) if first else contextlib.nullcontext():
+    with contextlib.ExitStack() as held:
+        if first:
+            held.enter_context(new_directory(directory))
+            held.enter_context(lock(directory / LOCK, wait=False))
         finished = read_results(directory)
         check_same(run, directory)
         if finished is not None:
@@ -148,7 +149,7 @@ def _train(
             (directory / "anneal").rename(directory / f"anneal-before-{former}")
     task = load_task(run)
     learner = make_learner(run, task)
-    learner.begin(output or directory.parents[3])
+    learner.begin(output or directory.parents[3], task, fresh=position is None)
     if position is None and run.start is not None:
         _begin_with(run, learner, directory, output)
     trainer = make_trainer(
