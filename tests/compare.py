@@ -102,15 +102,17 @@ def assert_same(
     t = float(torch.as_tensor(options.get("sort_temperature", 0.3)).min())
     if options.get("temperature_unit", "spread") == "spread" and metric == "squared":
         t = t**2
-    floor = 1e-2 + (1e-6 / t if metric == "absolute" else 1e-2 / t**0.5)
+    floor = 1e-3 + (1e-6 / t if metric == "absolute" else 1e-2 / t**0.5)
     floor *= max(1.0, float(query.abs().max()), float(key.abs().max()))
     rounding = 0.0
-    if options.get("temperature_unit", "spread") == "spread":  # points are divided by it
+    if options.get("temperature_unit", "spread") == "spread":
+        # Points are divided by their spread, and so are forces. A quotient is off by a rounding of
+        # itself, which moves the exponents of the kernel by that many widths.
         sides = ((query, options.get("query_mask")), (key, options.get("key_mask")))
         least = min(1.0, *(_least_spread(x, mask, options.get("slices")) for x, mask in sides))
-        floor *= 10 / least
         largest = max(1.0, float(query.abs().max()), float(key.abs().max()))
-        rounding = 1e-14 * largest / (least * min(1.0, t))  # of quotients, in widths of the kernel
+        floor /= least
+        rounding = 4 * torch.finfo(torch.float64).eps * largest / (least * min(1.0, t))
     assert_agree(
         differentiate(query, key, value, backend=backend, **options),
         differentiate(query, key, value, backend=oracle, **options),

@@ -190,7 +190,8 @@ def pass_through(soft: Tensor, hard: Tensor, share: float = 1.0) -> Tensor:
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    if torch.is_autocast_enabled(device.type):
+    known = torch.amp.is_autocast_available(device.type)  # not for "meta"
+    if known and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 

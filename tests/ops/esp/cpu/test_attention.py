@@ -21,9 +21,7 @@ from tests.compare import (
     tokens,
 )
 
-
-@settings(max_examples=150)
-@given(
+any_call = given(
     metric=st.sampled_from(METRICS),
     balance=st.sampled_from(BALANCES),
     hard=st.sampled_from((False, False, False, True)),
@@ -42,7 +40,9 @@ from tests.compare import (
     tau=st.sampled_from((0.0, 0.1, 1.0)),
     seed=st.integers(0, 2**20),
 )
-def test_any_call(
+
+
+def assert_cpu_is_linear(
     metric, balance, hard, ties, coupling, unit, kinds, n, m, head_dim, width, slices, preferred,
     masked, exponent, tau, seed,
 ):  # fmt: skip
@@ -63,6 +63,19 @@ def test_any_call(
         query_mask=some(2, n) if masked else None, key_mask=some(2, m) if masked else None,
         slack=1 + tau * spread,
     )  # fmt: skip
+
+
+@settings(max_examples=300)
+@any_call
+def test_any_call(**drawn):
+    assert_cpu_is_linear(**drawn)
+
+
+@pytest.mark.slow
+@settings(max_examples=4000)
+@any_call
+def test_thousands_of_calls(**drawn):
+    assert_cpu_is_linear(**drawn)
 
 
 @pytest.mark.parametrize("metric", METRICS)

@@ -104,18 +104,25 @@ class _Announcer(event.Listener):
         self.timer: threading.Timer | None = None
         self.said = False
 
+    @staticmethod
+    def _ours(event: Any) -> bool:
+        name: str = event.data["dispatcher"].py_func.__module__
+        return name.startswith(__package__)
+
     def on_start(self, event: Any) -> None:
-        if self.said or not event.data["dispatcher"].py_func.__module__.startswith(__package__):
+        if not self._ours(event):
             return
         self.compiling += 1
-        if self.timer is None:
+        if self.timer is None and not self.said:
             self.timer = threading.Timer(self.PATIENCE, self.say)
             self.timer.daemon = True
             self.timer.start()
 
     def on_end(self, event: Any) -> None:
+        if not self._ours(event):
+            return
         self.compiling -= 1
-        if self.compiling <= 0 and self.timer is not None:
+        if self.compiling == 0 and self.timer is not None:
             self.timer.cancel()
             self.timer = None
 

@@ -1,17 +1,20 @@
 """The kernel matrix κ of the sorted numbers of one slice, and products with it, for both metrics.
 
-``κ[n, j] = k(|s_n - s_j| · inv_bandwidth)``; kernels are compiled once for both.
+``κ[n, j] = k(|s_n - s_j| · inv_bandwidth)``. The metric is known when a kernel is compiled, by the
+lanes for its poles, of which the absolute one has none: who never asks for squared distances does
+not wait for their code.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numba.core.extending import overload
 
 from espformer.ops.esp.cpu import absolute, gaussian
-from espformer.ops.esp.cpu.compiling import part
+from espformer.ops.esp.cpu.compiling import OPTIONS
 from espformer.ops.esp.cpu.simd import LANES
 from espformer.ops.esp.exponentials import exponential_sum
 
@@ -20,12 +23,12 @@ def table_of(metric: str, dtype: torch.dtype) -> tuple[np.ndarray, tuple[int, ..
     """The poles of a metric, once for the left and once for the right, and lanes for them.
 
     The rows are -Re p, -Im p, Re w, Im w, the parts of -w p (left) and w p (right), then ones for
-    the left, and ones for the right. The absolute metric has no rows: it needs none.
+    the left, and ones for the right. The absolute metric has neither rows nor lanes.
     """
-    lanes = LANES[16 if dtype == torch.float64 else 8]
     number = np.float64 if dtype == torch.float64 else np.float32
     if metric == "absolute":
-        return np.zeros((0, 8 * len(lanes)), number), lanes
+        return np.zeros((0, 0), number), ()
+    lanes = LANES[16 if dtype == torch.float64 else 8]
     found = exponential_sum(metric, dtype)
     poles, weights = np.zeros((2, 4 * len(lanes)), np.complex128)
     poles[: len(found.poles)], weights[: len(found.weights)] = found.poles, found.weights
@@ -46,8 +49,7 @@ class Kappa(NamedTuple):
 
     n: int
     inv_bandwidth: float
-    is_gaussian: bool
-    tied: bool  # whether any two numbers are equal; not looked at if it is Gaussian
+    tied: bool  # whether any two numbers are equal; the absolute metric asks
     points: np.ndarray  # (n,), ascending
     decays: np.ndarray  # (n,): of the absolute metric, see `absolute`
     coefficients: np.ndarray  # of the squared one, see `gaussian`
@@ -56,55 +58,80 @@ class Kappa(NamedTuple):
     lanes: tuple[int, ...]
 
 
-@part
-def set_kappa(
-    points, n, inv_bandwidth, hard, average, with_slope, table, lanes, decays, coefficients, scratch
-):  # type: ignore[no-untyped-def]
+def _is_squared(owner: Any) -> bool:
+    """Whether the type of a `Kappa`, or of the settings that one is made with, has poles."""
+    field = "lanes" if "lanes" in owner.fields else "poles"
+    return len(owner.types[owner.fields.index(field)]) > 0
+
+
+def set_kappa(settings, points, n, inv_bandwidth, decays, coefficients, scratch):  # type: ignore[no-untyped-def]
     """The kernel of n sorted numbers; what it consists of is written to the last three."""
-    is_gaussian, tied = len(table) > 0 and not hard, False
-    if is_gaussian:
-        gaussian.set_chunks(
-            table, lanes, points, n, inv_bandwidth, with_slope, coefficients, scratch
+
+
+@overload(set_kappa, jit_options=OPTIONS)
+def _set_kappa(settings, points, n, inv_bandwidth, decays, coefficients, scratch):  # type: ignore[no-untyped-def]
+    def of_absolute(settings, points, n, inv_bandwidth, decays, coefficients, scratch):  # type: ignore[no-untyped-def]
+        tied = absolute.set_decays(
+            points, n, inv_bandwidth, settings.hard, settings.average, decays
         )
-    else:
-        tied = absolute.set_decays(points, n, inv_bandwidth, hard, average, decays)
-    return Kappa(
-        n, inv_bandwidth, is_gaussian, tied, points, decays, coefficients, scratch, table, lanes
-    )
+        return Kappa(
+            n, inv_bandwidth, tied, points, decays, coefficients, scratch, settings.table,
+            settings.poles,
+        )  # fmt: skip
+
+    def of_squared(settings, points, n, inv_bandwidth, decays, coefficients, scratch):  # type: ignore[no-untyped-def]
+        gaussian.set_chunks(
+            settings.table, settings.poles, points, n, inv_bandwidth, settings.slopes,
+            coefficients, scratch,
+        )  # fmt: skip
+        return Kappa(
+            n, inv_bandwidth, False, points, decays, coefficients, scratch, settings.table,
+            settings.poles,
+        )  # fmt: skip
+
+    return of_squared if _is_squared(settings) else of_absolute
 
 
-@part
 def multiply(kappa, x, order, scale, y, lanes):  # type: ignore[no-untyped-def]
     """``y_n = Σ_j κ[n, j] scale_j x[order_j]``."""
-    if kappa.is_gaussian:
+
+
+@overload(multiply, jit_options=OPTIONS)
+def _multiply(kappa, x, order, scale, y, lanes):  # type: ignore[no-untyped-def]
+    def of_squared(kappa, x, order, scale, y, lanes):  # type: ignore[no-untyped-def]
         gaussian.multiply(kappa, x, order, scale, y, y[:0], lanes)
-    else:
-        absolute.multiply(kappa, x, order, scale, y, lanes)
+
+    return of_squared if _is_squared(kappa) else absolute.multiply.py_func
 
 
-@part
 def multiply_with_slope(kappa, x, order, scale, y, slope, lanes):  # type: ignore[no-untyped-def]
     """`multiply`, and its derivative in ``s_n · inv_bandwidth``."""
-    if kappa.is_gaussian:
-        gaussian.multiply(kappa, x, order, scale, y, slope, lanes)
-    elif kappa.tied:
-        absolute.multiply_with_slope_of_ties(kappa, x, order, scale, y, slope, lanes)
-    else:
-        absolute.multiply_with_slope(kappa, x, order, scale, y, slope, lanes)
 
 
-@part
+@overload(multiply_with_slope, jit_options=OPTIONS)
+def _multiply_with_slope(kappa, x, order, scale, y, slope, lanes):  # type: ignore[no-untyped-def]
+    def of_absolute(kappa, x, order, scale, y, slope, lanes):  # type: ignore[no-untyped-def]
+        if kappa.tied:
+            absolute.multiply_with_slope_of_ties(kappa, x, order, scale, y, slope, lanes)
+        else:
+            absolute.multiply_with_slope(kappa, x, order, scale, y, slope, lanes)
+
+    return gaussian.multiply.py_func if _is_squared(kappa) else of_absolute
+
+
 def multiply_column(kappa, x, y):  # type: ignore[no-untyped-def]
     """``y = κ x`` for one number per rank."""
-    if kappa.is_gaussian:
-        gaussian.multiply_column(kappa, x, y)
-    else:
-        absolute.multiply_column(kappa, x, y)
 
 
-@part
+@overload(multiply_column, jit_options=OPTIONS)
+def _multiply_column(kappa, x, y):  # type: ignore[no-untyped-def]
+    return (gaussian if _is_squared(kappa) else absolute).multiply_column.py_func
+
+
 def stretch(kappa, x, x_order, x_scale, p, p_order, p_scale, lanes):  # type: ignore[no-untyped-def]
     """The gradient of ``Σ_n p_n · (κx)_n`` in `inv_bandwidth`, added up pair by pair."""
-    if kappa.is_gaussian:
-        return gaussian.stretch(kappa, x, x_order, x_scale, p, p_order, p_scale, lanes)
-    return absolute.stretch(kappa, x, x_order, x_scale, p, p_order, p_scale, lanes)
+
+
+@overload(stretch, jit_options=OPTIONS)
+def _stretch(kappa, x, x_order, x_scale, p, p_order, p_scale, lanes):  # type: ignore[no-untyped-def]
+    return (gaussian if _is_squared(kappa) else absolute).stretch.py_func

@@ -60,7 +60,7 @@ def _settings(
     inv_bandwidth: Tensor, metric: str, balance: str, hard: bool, ties: str,
     slopes: bool = False, stretched: bool = False,
 ) -> Settings:  # fmt: skip
-    table, poles = table_of(metric, inv_bandwidth.dtype)
+    table, poles = table_of("absolute" if hard else metric, inv_bandwidth.dtype)
     exponents = np.array(chebyshev_exponents(), table.dtype)
     balanced = balance == "both" and not hard
     return Settings(
@@ -227,13 +227,17 @@ def attend_backward(
             gradients.finish_gradient, *plan, query, key, centre, d_costs, *sides, *d_points,
             sums=(d_query, d_key), width=query.shape[-1], pairs=True,
         )  # fmt: skip
-    nothing = query.new_empty(0)
-    found = [_add_up(x) if costs else nothing for x in (d_query, d_key)] + [_add_up(d_value)]
-    found += [x if slopes else nothing for x in d_points]
-    d_width = nothing
+    found = [_add_up(x) if costs else _nothing(x) for x in (d_query, d_key)] + [_add_up(d_value)]
+    found += [x if slopes else _nothing(x) for x in d_points]
+    d_width = _nothing(query)
     if width:
         d_width = torch.from_numpy(sum(side.inv_bandwidth for side in sides).sum(-1))
     return *found, d_width, d_logits  # type: ignore[return-value]
+
+
+def _nothing(like: Tensor) -> Tensor:
+    """A gradient that is not wanted; a new one each, since outputs of an operator may not alias."""
+    return like.new_empty(0)
 
 
 def _new_gradient(points: Tensor, slopes: bool, balanced: bool) -> gradients.SideGradient:

@@ -79,7 +79,6 @@ def unpack(blocks, matrix, lanes):  # type: ignore[no-untyped-def]
 def squared_norms(blocks, n, squares, lanes):  # type: ignore[no-untyped-def]
     """``‖row‖²`` of packed rows."""
     stand_alone()
-    stand_alone()
     width = 8 * len(lanes)
     clear(squares, n)
     for block in range(blocks.shape[0]):
@@ -125,7 +124,6 @@ def _couple(y, scale, targets, sources, weights, out, rows, lanes):  # type: ign
 @part
 def weighted_product(x, y, n, scale, lanes):  # type: ignore[no-untyped-def]
     """``Σ_n scale_n x_n · y_n``."""
-    stand_alone()
     stand_alone()
     width = 8 * len(lanes)
     found = fill(scale.dtype.type(0), lanes)

@@ -59,7 +59,7 @@ class Settings(NamedTuple):
     stretched: bool  # one of inv_bandwidth, too
     exponents: np.ndarray  # of the balancing steps
     table: np.ndarray  # of poles
-    poles: tuple[int, ...]  # lanes for them
+    poles: tuple[int, ...]  # lanes for them; none for the absolute metric, and hard sorts
 
 
 class Plan(NamedTuple):
@@ -87,9 +87,8 @@ Q_ROWS, K_ROWS, D_Q_ROWS, D_K_ROWS = range(4)  # of the room for blocks
 def kappa_of(settings, side, head, l, room, which):  # type: ignore[no-untyped-def]
     """The kernel of one side of a slice."""
     return set_kappa(
-        side.points[head, l], side.lengths[head], settings.inv_bandwidth[head], settings.hard,
-        settings.average, settings.slopes, settings.table, settings.poles, room.decays[which],
-        room.coefficients[which], room.scratch,
+        settings, side.points[head, l], side.lengths[head], settings.inv_bandwidth[head],
+        room.decays[which], room.coefficients[which], room.scratch,
     )  # fmt: skip
 
 
