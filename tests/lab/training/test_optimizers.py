@@ -9,6 +9,7 @@ from torch import nn
 from espformer.lab.recipes.schema import Optimizer, Schedule
 from espformer.lab.training.optimizers import learning_rate_factor, make_optimizer, make_schedule
 from espformer.nn import ESP, Attention
+from espformer.nn.parameters import MECHANISM_RATE
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,7 @@ def test_learnt_temperatures_have_their_own_group(name, kind):
     assert type(optimizer) is kind
     weights, temperatures = optimizer.param_groups
     assert (weights["lr"], weights["weight_decay"]) == (1e-2, 0.1)
-    assert temperatures["lr"] == pytest.approx(0.1)
+    assert temperatures["lr"] == pytest.approx(1e-2 * MECHANISM_RATE)
     assert temperatures["weight_decay"] == 0
     assert temperatures["params"] == [model[0].mechanism.log_sort_temperature]
     assert len(weights["params"]) + 1 == len(list(model.parameters()))
@@ -63,4 +64,6 @@ def test_schedule_moves_all_groups():
     scheduler = make_schedule(optimizer, Schedule(name="milestones", milestones=[1]), 1e-2)
     optimizer.step()
     scheduler["scheduler"].step()
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1e-3, 1e-2])
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(
+        [1e-3, 1e-3 * MECHANISM_RATE]
+    )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from espformer.lab.recipes.yaml_schema import Spec
+from espformer.nn.parameters import MECHANISM_RATE
 
 __all__ = [
     "Annealing",
@@ -70,8 +71,8 @@ class Optimizer:
     """Adam and AdamW."""
     momentum: float = 0.9
     """SGD."""
-    temperature_multiplier: float = 10.0
-    """Learning rate of learnt sort temperatures, as a multiple; they have no weight decay."""
+    temperature_multiplier: float = MECHANISM_RATE
+    """Learning rate of learnt temperatures and slice weights, as a multiple; no weight decay."""
     clip_norm: float | None = None
     """Largest norm of the gradient; not clipped unless given."""
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from espformer.lab.recipes.schema import Optimizer, Schedule
+from espformer.nn import parameter_groups
 
 __all__ = ["learning_rate_factor", "make_optimizer", "make_schedule"]
 
@@ -15,30 +16,23 @@ __all__ = ["learning_rate_factor", "make_optimizer", "make_schedule"]
 def make_optimizer(
     model: nn.Module, config: Optimizer, *, allow_fused: bool = True
 ) -> torch.optim.Optimizer:
-    """Return the optimiser, with a group of its own for learnt sort temperatures.
+    """Return the optimiser, with a group of its own for what mechanisms learn.
 
-    Their logarithms move on another scale than weights: they get a larger learning rate, and no
-    weight decay, which would pull the temperatures towards one.
+    See :func:`espformer.nn.parameter_groups`.
 
     Args:
         model: its parameters are optimised, where they are now.
         config: the optimiser.
         allow_fused: update all parameters in one kernel, on CUDA devices.
     """
-    temperatures: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            learnt = name.rpartition(".")[2] == "log_sort_temperature"
-            (temperatures if learnt else others).append(parameter)
-    rate = config.learning_rate
-    groups: list[dict[str, Any]] = [
-        {"params": others, "lr": rate, "weight_decay": config.weight_decay}
-    ]
-    if temperatures:
-        rate = rate * config.temperature_multiplier
-        groups.append({"params": temperatures, "lr": rate, "weight_decay": 0.0})
-    fused = allow_fused and all(p.device.type == "cuda" for p in (*temperatures, *others))
+    groups = parameter_groups(
+        model, lr=config.learning_rate, weight_decay=config.weight_decay,
+        rate=config.temperature_multiplier,
+    )  # fmt: skip
+    for group in groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+    groups = [group for group in groups if group["params"]]
+    fused = allow_fused and all(p.device.type == "cuda" for g in groups for p in g["params"])
     options: dict[str, Any] = {"lr": config.learning_rate, "fused": fused or None}
     if config.name == "sgd":
         return torch.optim.SGD(groups, momentum=config.momentum, **options)
