@@ -63,7 +63,7 @@ bench-gpu: $(STAMP) ## time the kernels and their peers on a GPU; results go to 
 	$(BIN)/python -m espformer.lab.bench targets paper long
 
 docs: $(DOCS_STAMP) ## build the documentation into site/, ready to be opened without a network
-	$(BIN)/python -m mkdocs --quiet build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
 	@echo "site/index.html"
 
 $(DOCS_STAMP): $(STAMP)
