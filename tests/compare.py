@@ -117,7 +117,7 @@ def assert_same(
         differentiate(query, key, value, backend=backend, **options),
         differentiate(query, key, value, backend=oracle, **options),
         output=slack * (OUTPUT_TOLERANCE[metric] + rounding),
-        gradients=slack * GRADIENT_TOLERANCE[metric],
+        gradients=slack * (GRADIENT_TOLERANCE[metric] + rounding),
         floor=floor,
     )
 
