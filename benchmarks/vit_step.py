@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import faulthandler
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from espformer.lab.bench.cases import largest_error
 from espformer.lab.bench.tables import file_stem
 from espformer.lab.clock import interleaved_seconds
 from espformer.lab.machine import machine
+from espformer.lab.training.cuda_graphs import WARM_UP, make_recorder
 from espformer.models import VisionTransformer
 from espformer.nn import ESP, ClassToken, Mechanism, Sinkhorn, Softmax
 
@@ -70,7 +72,7 @@ def training_step(mechanism: Mechanism, device: torch.device, images: int) -> Ca
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, capturable=graphs, fused=graphs)
 
     def step() -> Tensor:
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad(set_to_none=True)  # gradients are part of what is recorded
         # Casts that autocast remembers would be kept from before a graph was recorded.
         with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
             loss = F.cross_entropy(model(inputs), labels)
@@ -82,30 +84,30 @@ def training_step(mechanism: Mechanism, device: torch.device, images: int) -> Ca
 
 
 def logit_error(mechanism: Mechanism, device: torch.device) -> float:
-    """The relative error of bfloat16 logits against float64, for two images."""
+    """The relative error of bfloat16 logits against float64 on a CPU, for one image."""
     torch.manual_seed(0)
-    model = VisionTransformer(mechanism=mechanism).to(device).eval()
-    images = torch.randn(2, 3, 224, 224, device=device)
+    model = VisionTransformer(mechanism=mechanism).eval()
+    image = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
-        exact = copy.deepcopy(model).double()(images.double())
+        exact = copy.deepcopy(model).double()(image.double())
+        model = model.to(device)
         with torch.autocast(device.type, torch.bfloat16):
-            return largest_error([model(images)], [exact])
+            return largest_error([model(image.to(device)).cpu()], [exact])
 
 
-def replayed(step: Callable[[], Tensor]) -> Callable[[], object]:
-    """The step as a CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+def replayed(step: Callable[[], Tensor], device: torch.device) -> Callable[[], object]:
+    """The step as a CUDA graph, recorded as training records it."""
+    recorder = make_recorder(device)  # a pool of its own: graphs replay in turn
+
+    def work() -> None:
         step()
 
+    for _ in range(WARM_UP):
+        recorder.run(work)
+    recorded = recorder.record(work)
+
     def replay() -> Callable[[], Tensor]:
-        graph.replay()
+        recorded()
         return step  # what was recorded reads the model's memory, so the model must stay
 
     return replay
@@ -119,13 +121,15 @@ def main() -> None:
     parser.add_argument("--only", help="names, separated by semicolons")
     parser.add_argument("--no-save", action="store_true")
     options = parser.parse_args()
+    faulthandler.enable()  # a crash in a driver says where it was
     device = torch.device(options.device)
     on_gpu = device.type == "cuda"
     names = options.only.split(";") if options.only else list(MECHANISMS)
-    errors = {name: logit_error(MECHANISMS[name](), device) for name in names}
+    errors: dict[str, float] = {}
     steps, graphs, peaks = {}, {}, {}
     for name in names:
-        print(name, file=sys.stderr, flush=True)
+        errors[name] = logit_error(MECHANISMS[name](), device)
+        print(f"{name}: logits within {errors[name]:.1e}", file=sys.stderr, flush=True)
         steps[name] = training_step(MECHANISMS[name](), device, options.images)
         steps[name]()
         if on_gpu:
@@ -133,7 +137,8 @@ def main() -> None:
             before = torch.cuda.memory_allocated()
             steps[name]()
             peaks[name] = (torch.cuda.max_memory_allocated() - before) / 1e6
-            graphs[name] = replayed(training_step(MECHANISMS[name](), device, options.images))
+            fresh = training_step(MECHANISMS[name](), device, options.images)
+            graphs[name] = replayed(fresh, device)
     eager = dict(zip(names, timed(steps, names, device, options.rounds), strict=True))
     graph = dict(zip(names, timed(graphs, names, device, options.rounds), strict=True))
     rows = []
