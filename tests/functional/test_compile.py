@@ -114,3 +114,17 @@ def test_breaks_in_the_graph_do_no_harm(monkeypatch):
     )
     torch.manual_seed(5)
     assert_agree(differentiate(*inputs, **options), expected, output=1e-12, gradients=1e-10)
+
+
+def test_gradients_that_are_zero_keep_the_rules_of_torch_too():
+    """Nothing goes through a hard sort: zeros, laid out as promised, also for a strided query."""
+    query, key, value = tokens(2, n=7)
+    options = ESPOptions(scale=0.5, hard=True)
+    settings = [getattr(options, name) for name in KERNEL_OPTIONS]
+    arguments = (
+        query.mT.contiguous().mT, key, value, None, None, torch.tensor([0.1, 0.3]).double(),
+        None, None, None, True, "", *settings,
+    )  # fmt: skip
+    needed = [True, False, False, False, False, False]
+    upstream = torch.ones_like(value)
+    torch.library.opcheck(torch.ops.espformer.linear_backward, (upstream, needed, *arguments))

@@ -34,6 +34,22 @@ def test_unknown_names(option, wrong, choices):
     refuses(f"got {wrong!r}", **{option: wrong})
 
 
+@pytest.mark.parametrize(
+    ("option", "wrong", "wanted"),
+    [
+        ("sort_temperature", "0.3", "a number"),
+        ("sort_temperature", True, "a number"),
+        ("inverse_temperature", "high", "a number"),
+        ("straight_through", "yes", "True, False or a number"),
+        ("slice_dropout", False, "a number"),
+    ],
+)
+def test_wrong_types(option, wrong, wanted):
+    expected = re.escape(f"esp_attention: {option} must be {wanted}, got {wrong!r}")
+    with pytest.raises(TypeError, match=expected):
+        esp_attention(QUERY, KEY, VALUE, **{option: wrong})
+
+
 def test_arrays_are_no_tensors():
     with pytest.raises(TypeError, match=r"key must be a torch\.Tensor, got ndarray"):
         esp_attention(QUERY, KEY.numpy(), VALUE)

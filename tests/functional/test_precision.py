@@ -142,3 +142,17 @@ def test_the_sharpest_temperatures_are_hard(metric, balance, backend, t):
     torch.testing.assert_close(found.pop("output"), hard)
     for name, gradient in found.items():
         assert gradient.isfinite().all(), name
+
+
+@pytest.mark.parametrize("tokens_", [20, 200])
+@pytest.mark.parametrize("metric", METRICS)
+def test_a_backward_under_autocast_is_that_without(tokens_, metric):
+    """Several chunks or one: the operator's own products are in float32."""
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        leaves = [x.requires_grad_() for x in torch.randn(3, 1, 2, tokens_, 4).unbind()]
+        out = esp_attention(*leaves, metric=metric, backend="linear")
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            found.append(torch.autograd.grad(out, leaves, torch.ones_like(out)))
+    torch.testing.assert_close(*found)

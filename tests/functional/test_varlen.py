@@ -210,3 +210,17 @@ def test_wrong_shapes() -> None:
         esp_attention_varlen(x, x[:, :1], x, [0, 4])
     with pytest.raises(ValueError, match="one temperature per sequence"):
         esp_attention_varlen(x, x, x, [0, 4], sort_temperature=torch.ones(2, HEADS))
+
+
+def test_evaluation_first_then_training() -> None:
+    """Lengths that were met without gradients, as a validation meets them, train afterwards."""
+    packing._groups.cache_clear()
+    x = torch.randn(9, 2, 4)
+    lengths = torch.tensor([0, 5, 9])
+    with torch.inference_mode():
+        evaluated = espformer.esp_attention_varlen(x, x, x, lengths, lengths)
+    x.requires_grad_()
+    trained = espformer.esp_attention_varlen(x, x, x, lengths, lengths)
+    trained.sum().backward()
+    torch.testing.assert_close(trained.detach(), evaluated.clone())
+    assert x.grad is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any, Unpack
@@ -18,6 +17,7 @@ from espformer.functional.arguments import (
     runs_kernels,
     under_transforms,
 )
+from espformer.ops.common.autograd import without_autocast
 from espformer.ops.common.masks import zero_padding
 from espformer.ops.common.packing import attend_nested, refuse_masks
 from espformer.ops.esp import linear, reference
@@ -123,7 +123,7 @@ def attend(name: str, problem: Problem, rows: Tensor, backend: str) -> Tensor:
 
     Rows of values, (batch, M, d), are zero where they are padding.
     """
-    with _without_autocast(rows.device):
+    with without_autocast(rows.device):
         module = _backend(name, backend, problem.query, problem.key, rows)
         return _run(module, problem, lambda b, p: b.attend(p, rows))
 
@@ -161,7 +161,7 @@ def esp_plan(
         name, query, key, None, options, slices=slices, slice_logits=slice_logits,
         query_mask=query_mask, key_mask=key_mask,
     )  # fmt: skip
-    with _without_autocast(query.device):
+    with without_autocast(query.device):
         module = _backend(name, backend, query, key)
         plan = _run(module, problem, lambda b, p: b.plan(p))
     return plan.to(query.dtype).view(*lead, *plan.shape[-2:])
@@ -189,13 +189,6 @@ def pass_through(soft: Tensor, hard: Tensor, share: float = 1.0) -> Tensor:
     return out
 
 
-def _without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    known = torch.amp.is_autocast_available(device.type)  # not for "meta"
-    if known and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
-
-
 def _backend(name: str, backend: str, *tokens: Tensor) -> ModuleType:
     one_of(name, "backend", backend, BACKENDS)
     if under_transforms(name, backend, "dense") or backend == "dense":
@@ -203,7 +196,8 @@ def _backend(name: str, backend: str, *tokens: Tensor) -> ModuleType:
     device = tokens[0].device.type
     if backend == "cpu":
         return _cpu_kernels(name, device)
-    if backend == "linear" or (backend == "auto" and device != "cuda"):
+    nvidia = device == "cuda" and torch.version.hip is None  # kernels have NVIDIA's instructions
+    if backend == "linear" or (backend == "auto" and not nvidia):
         return linear
     runs_kernels(name, *tokens)
     try:

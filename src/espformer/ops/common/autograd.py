@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -10,6 +11,14 @@ import torch
 from torch import Tensor
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Operators choose their dtypes themselves, forwards and backwards."""
+    known = torch.amp.is_autocast_available(device.type)  # not for "meta"
+    if known and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 class _Refusal(torch.autograd.Function):
@@ -33,13 +42,14 @@ class _Refusal(torch.autograd.Function):
 def refuse_double_backward(name: str, instead: str = "dense") -> Callable[[Backward], Backward]:
     """Decorates the backward of an autograd function that has no derivative of its own.
 
-    `instead` is the backend that can be differentiated twice.
+    Autocast is off in it, as it was in the forward. `instead` is the backend that can be
+    differentiated twice.
     """
 
     def decorate(backward: Backward) -> Backward:
         @wraps(backward)
         def wrapped(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-            with torch.no_grad():
+            with torch.no_grad(), without_autocast(grads[0].device):
                 results = backward(ctx, *grads)
             if not torch.is_grad_enabled():
                 return results  # saved tensors may be looked at once only: they are recomputed

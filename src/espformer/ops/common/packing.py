@@ -212,6 +212,13 @@ def _groups(
     query_lengths: tuple[int, ...], key_lengths: tuple[int, ...], device: torch.device
 ) -> tuple[list[_Group], Tensor | None]:
     """Groups of sequences that have queries and keys, and the place of every query among theirs."""
+    with torch.inference_mode(False):  # what evaluation finds here, training must be able to save
+        return _make_groups(query_lengths, key_lengths, device)
+
+
+def _make_groups(
+    query_lengths: tuple[int, ...], key_lengths: tuple[int, ...], device: torch.device
+) -> tuple[list[_Group], Tensor | None]:
     used = [i for i, (n, m) in enumerate(zip(query_lengths, key_lengths, strict=True)) if n and m]
     sizes = [query_lengths[i] + key_lengths[i] for i in used]
     call = 2 * CALL_TOKENS.get(device.type, CALL_TOKENS["cpu"])

@@ -45,7 +45,7 @@ def as_custom_op(name: str, attend: Attend) -> Attend:
         with _autograd():
             out = attend(*_problem(*operands, *args[len(needed) :]))
             if not out.requires_grad:  # nothing goes through a hard sort
-                return [torch.zeros_like(x) for x in leaves]
+                return [x.new_zeros(x.shape) for x in leaves]
             grads = torch.autograd.grad(out, leaves, upstream, materialize_grads=True)
         return [x.contiguous() for x in grads]
 

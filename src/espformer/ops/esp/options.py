@@ -193,6 +193,10 @@ class ESPOptions:
 def check_option(name: str, option: Field[Any], value: Any) -> None:
     """Raises a ValueError unless `value` is one that `option` can have."""
     choices, check = option.metadata["choices"], option.metadata["check"]
+    number = str(option.type).startswith("float")
+    if choices is None and isinstance(value, str | bool if number else str):
+        wanted = "a number" if number else "True, False or a number"
+        raise TypeError(f"{name}: {option.name} must be {wanted}, got {value!r}")
     if choices is not None and value not in choices:
         listed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{name}: {option.name} must be one of {listed}, got {value!r}")

@@ -9,8 +9,10 @@ from espformer.ops.common.masks import zero_padding
 from espformer.ops.esp import linear
 from espformer.ops.esp.problem import Problem
 from espformer.ops.esp.triton import hard_plan, soft_plan
+from espformer.ops.esp.triton.sort import blocks_of_tokens
 
 MOST_WIDTH = 256
+MOST_BLOCKS = 65_535  # of the second axis of a grid
 
 
 def attend(problem: Problem, value: Tensor) -> Tensor:
@@ -35,7 +37,10 @@ def _supported(problem: Problem, value: Tensor) -> bool:
     same = linear.same_lengths(problem)
     queries, keys = problem.query.shape[-2], problem.key.shape[-2]
     ranks = max(queries, keys) if same else queries + keys  # or pieces of them
-    if any(ranks * x.shape[-1] >= 1 << 31 for x in operands):
+    slices = problem.query.shape[-1] if problem.slices is None else problem.slices.shape[-2]
+    if any(ranks * n >= 1 << 31 for n in (*(x.shape[-1] for x in operands), 2 * slices)):
+        return False
+    if blocks_of_tokens(max(queries, keys), problem.query.shape[-1]) > MOST_BLOCKS:
         return False
     options = problem.options
     if same:

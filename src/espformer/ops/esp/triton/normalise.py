@@ -377,7 +377,7 @@ def bandwidth_gradient(d_points: Tensor, points: Tensor, inv_bandwidth: Tensor) 
 
 
 def register_scales(scales: Operator, backward: Operator) -> None:
-    """Registers the rules of scales that make a soft sort stochastic in one to_edge or another.
+    """Registers the rules of scales that make a soft sort stochastic in one way or another.
 
     `scales` takes (points, lengths, inv_bandwidth, metric, fp32_rows); `backward` takes its
     upstream and its result with the same, but for the lengths: padding has scales of zero.

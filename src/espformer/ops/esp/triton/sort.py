@@ -482,6 +482,11 @@ class Words:
 
 
 @functools.lru_cache(1024)
+def blocks_of_tokens(tokens: int, width: int) -> int:
+    """At most so many blocks of tokens are packed, or projected, for one head."""
+    return _pack_config(width, power_of_2(max(1, tokens)), projected=True)[0]
+
+
 def _pack_config(width: int, stride: int, projected: bool) -> tuple[int, dict[str, Any]]:
     block_d = power_of_2(width)
     block_n = max(1, min(64, (4096 if projected else 8192) // block_d))

@@ -1,7 +1,7 @@
 """States: what far-away ranks contribute to a chunk, for one kernel or for two in a row.
 
-The torch twin is :class:`espformer.ops.esp.sorted_kernel.Waves`. `sums` sums every chunk by itself,
-measured at its far end; `scan` hands the sums on from chunk to chunk, in place.
+The torch twin is :class:`espformer.ops.esp.sorted_kernel.ChunkStates`. `sums` sums every chunk by
+itself, measured at its far end; `scan` hands the sums on from chunk to chunk, in place.
 
 **Through one kernel into the next.** The operand of the second kernel of a plan is
 ``W = mid_scale · κx``, and its sums are wanted before anybody has made W. Within a chunk they are
