@@ -3,7 +3,7 @@
 import pytest
 
 from espformer import nn
-from espformer.nn import ESP, MECHANISMS, Differential, Mechanism, Sinkhorn, Softmax
+from espformer.nn import ESP, MECHANISMS, Differential, Mechanism, Packed, Sinkhorn, Softmax
 from espformer.nn.class_token import ClassToken
 
 
@@ -24,6 +24,7 @@ def test_every_public_mechanism_has_a_name():
         (Differential(ESP()), True, 4.5),
         (ClassToken(Sinkhorn(iterations=5)), False, 2.0),
         (ClassToken(Differential(ESP())), True, 4.5),
+        (Packed(ESP()), True, 4.0),
     ],
 )
 def test_what_a_mechanism_says_of_itself(mechanism, sorts, cost):

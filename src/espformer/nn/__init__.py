@@ -14,6 +14,7 @@ from espformer.nn.class_token import ClassToken
 from espformer.nn.differential import Differential
 from espformer.nn.esp import ESP
 from espformer.nn.mechanisms import Mechanism, Sinkhorn, Softmax
+from espformer.nn.packed import Packed
 from espformer.nn.parameters import parameter_groups
 from espformer.nn.registry import MECHANISMS
 from espformer.nn.slicers import AxisSlicer, FrozenSlicer, LearnableSlicer, Slicer, make_slicer
@@ -28,6 +29,7 @@ __all__ = [
     "FrozenSlicer",
     "LearnableSlicer",
     "Mechanism",
+    "Packed",
     "Sinkhorn",
     "Slicer",
     "Softmax",

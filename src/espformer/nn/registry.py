@@ -4,6 +4,7 @@ from espformer.nn.class_token import ClassToken
 from espformer.nn.differential import Differential
 from espformer.nn.esp import ESP
 from espformer.nn.mechanisms import Mechanism, Sinkhorn, Softmax
+from espformer.nn.packed import Packed
 
 __all__ = ["MECHANISMS"]
 
@@ -11,6 +12,7 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "class_token": ClassToken,
     "differential": Differential,
     "esp": ESP,
+    "packed": Packed,
     "sinkhorn": Sinkhorn,
     "softmax": Softmax,
 }

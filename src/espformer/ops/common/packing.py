@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Packing", "attend_nested", "group_lengths", "refuse_masks"]
+__all__ = ["Packing", "attend_nested", "cumulative", "group_lengths", "refuse_masks"]
 
 # What a call costs besides its tokens, in tokens.
 CALL_TOKENS = {"cuda": 2048, "cpu": 32}
@@ -97,7 +97,7 @@ class Packing:
     def of_mask(mask: Tensor) -> Packing:
         """The packing of the tokens of a padded batch that take part, ``(batch, tokens)``."""
         lengths = mask.sum(-1).tolist()
-        return Packing(_cumulative(lengths), device=mask.device)
+        return Packing(cumulative(lengths), device=mask.device)
 
     def attend(self, attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The attention of every sequence: (tokens of queries, heads, width).
@@ -160,7 +160,8 @@ def _lengths(name: str, label: str, cu_seqlens: Tensor | Sequence[int]) -> tuple
     return tuple(b - a for a, b in pairwise(cu_seqlens))
 
 
-def _cumulative(lengths: Sequence[int]) -> list[int]:
+def cumulative(lengths: Sequence[int]) -> list[int]:
+    """How many tokens stand before each sequence, and all of them."""
     total = [0]
     for length in lengths:
         total.append(total[-1] + length)
@@ -249,7 +250,7 @@ def _make_groups(
 
 def _token_indices(lengths: Sequence[int], sequences: Sequence[int]) -> Tensor:
     """All tokens of some sequences."""
-    starts = _cumulative(lengths)
+    starts = cumulative(lengths)
     ranges = [torch.arange(starts[i], starts[i + 1]) for i in sequences]
     return torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.long)
 

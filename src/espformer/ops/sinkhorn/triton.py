@@ -572,7 +572,7 @@ class Sides:
         self, of_queries: bool, potentials: Tensor, grads: Tensor, log_ratio: Tensor, updates: int,
         change: Tensor,
     ) -> Tensor:  # fmt: skip
-        """What the updates' gradients contribute on one side: (heads, tokens, rank)."""
+        """The part of the updates' gradients on one side: (heads, tokens, rank)."""
         last, heads, tokens = potentials.shape[0] - 1, *potentials.shape[1:]
         split, rank = self.halves, rank_of(updates, self.halves)
         dtype = SPLIT_DTYPE if split else torch.float32

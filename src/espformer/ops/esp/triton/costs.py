@@ -1,4 +1,4 @@
-"""What slice costs are made of beside plans: centred rows, and sums of their squared norms.
+"""Slice costs, apart from plans: centred rows, and sums of their squared norms.
 
 The torch twin is :func:`espformer.ops.esp.linear.slice_costs`.
 

@@ -193,7 +193,7 @@ def scan_block(
     BOTH: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What one pole in one direction adds to κu, κx, κ'u and κ'x in one block of a scan.
+    """The part of one pole, in one direction, of κu, κx, κ'u and κ'x in one block of a scan.
 
     The ranks themselves are left out, and u and x are those of the ranks before. Also returns the
     carry-out. x and slopes are only looked at if BOTH.
@@ -499,7 +499,7 @@ def balance_kernel(
 def balanced_scales(
     points: Tensor, lengths: Tensor | None, inv_bandwidth: Tensor, metric: str, fp32_rows: bool
 ) -> Tensor:
-    """What makes ``diag(x) κ diag(x)`` doubly stochastic, (batch, L, N); zero at padding."""
+    """x, so that ``diag(x) κ diag(x)`` is doubly stochastic, (batch, L, N); zero at padding."""
     x, y = torch.empty_like(points), torch.empty_like(points)
     balance_kernel[(points.shape[0] * points.shape[1],)](
         x, None, None, points, lengths, inv_bandwidth, y, EXPONENTS=FORWARD, STEPS=len(FORWARD),

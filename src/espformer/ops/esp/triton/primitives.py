@@ -1,4 +1,4 @@
-"""What kernels share: instructions, rows of tokens, and the sorted kernel κ on chunks of ranks.
+"""Functions that kernels share: instructions, rows of tokens, the sorted kernel κ on chunks.
 
 The torch twin of κ is :class:`espformer.ops.esp.sorted_kernel.SortedKernel`.
 
@@ -325,7 +325,7 @@ def load_side(points_ptr, order_ptr, start, N, C: tl.constexpr, EVEN: tl.constex
 
 @triton.jit
 def gap_unit(inv_bandwidth, COMPLEX: tl.constexpr):
-    """What differences of points are multiplied by, so that κ is a power of two."""
+    """The factor on differences of points that makes κ a power of two."""
     return inv_bandwidth * (ROOT_LOG2E if COMPLEX else LOG2E)
 
 
@@ -364,7 +364,7 @@ def chunk_kernel_slope(k, gap, COMPLEX: tl.constexpr):
 
 @triton.jit
 def decay_from_ends(points, first, last, inv_bandwidth):
-    """What is left of the left and of the right state at every rank, for the absolute metric."""
+    """Shares of the left and of the right state that are left at every rank, absolute metric."""
     rate = inv_bandwidth * -LOG2E
     return exp2((points - first) * rate), exp2((last - points) * rate)
 
@@ -395,7 +395,7 @@ def state_coefficients(
     KIND: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr, FP32_ROWS: tl.constexpr,
     AFTER: tl.constexpr = 0,
 ):  # fmt: skip
-    """What ties ranks to states, (ranks, state rows), placed AFTER so many other rows. By KIND:
+    """Coefficients between ranks and states, (ranks, state rows), AFTER so many others. By KIND:
 
     "in": the share of a rank in the sums that its chunk hands on, measured at the chunk's far end;
     "out": the share of a state in κx at a rank; "slope": its share in κ'x.

@@ -447,7 +447,7 @@ class PlanKernels:
         )  # fmt: skip
 
     def _across_chunks(self, points: Tensor, x: Tensor | None, y: Tensor | None) -> Tensor:
-        """What distances over whole chunks add to the gradient of `inv_bandwidth`: (batch, L).
+        """The part of distances over whole chunks in the gradient of `inv_bandwidth`: (batch, L).
 
         It is the force between what stands left and right of a chunk, known by the states of the
         two operands, times the distance from the end of the chunk before to its own.
@@ -493,7 +493,7 @@ def _groups(x: Tensor, plan: Plan, backward: bool = False) -> Iterator[tuple[Gro
 
 
 def _room(out: Tensor, group: Group) -> Tensor:
-    """What a group adds its rows to: `out` itself, or rows of its own slices where it must not
+    """Room for the rows of a group: `out` itself, or rows of its own slices where it must not
     matter who comes first.
     """
     rows, slices = out[group[0]], group[1]

@@ -455,7 +455,7 @@ def match_runs_kernel(
 
 @dataclass(frozen=True)
 class Words:
-    """What points are sorted as: arguments of the kernels."""
+    """The words that points are sorted as: arguments of the kernels."""
 
     bits: int  # of a point
     half: torch.dtype  # of a point alone

@@ -223,7 +223,7 @@ def link_kernel(
 
 @triton.jit
 def real_decay(x, k, ROWS: tl.constexpr):
-    """What is left of a real state (k = 0) or of its ties (k = 1) after a distance x."""
+    """The share of a real state (k = 0) or of its ties (k = 1) that is left after a distance x."""
     left = exp2(x * -LOG2E)
     if ROWS > 2:  # a tie goes on as long as the point stays the same
         left = tl.where(k == 0, left, tl.where(x == 0, 1.0, 0.0))[:, None]
@@ -459,7 +459,7 @@ class Chunks:
         return torch.bfloat16 if short else torch.float32
 
     def scratch_bytes(self, width: int, backward: bool) -> int:
-        """What one slice takes: its states, and rows of its own if it must not add them."""
+        """Scratch memory of one slice: its states, and rows of its own if it must not add them."""
         rows = self.state_rows(ties=backward)
         each = width * self.state_dtype().itemsize + rows * 4
         scratch = (4 if backward else 2) * self.count * rows * each

@@ -1,0 +1,106 @@
+"""Padded batches whose padding costs next to nothing: sequences are attended to in packed form."""
+
+import torch
+from torch import Tensor
+
+from espformer.nn.mechanisms import Mechanism
+from espformer.ops.common.packing import Packing, cumulative
+
+__all__ = ["Packed"]
+
+
+class Packed(Mechanism):
+    """What `base` gives, without the cost of padding: sequences of similar length go together.
+
+    For models that pad, such as those of transformers: ``convert(model, Packed(ESP()))``. Output
+    and gradients are those of `base`, to rounding. The lengths are read where Python runs, so a GPU
+    is waited for; batches without a mask, and calls that are compiled, exported or recorded as a
+    CUDA graph, go to `base` as they are.
+
+    Args:
+        base: the mechanism.
+
+    Example:
+        >>> import torch
+        >>> from espformer.nn import ESP
+        >>> x = torch.randn(2, 4, 6, 8)
+        >>> mask = torch.arange(6) < torch.tensor([[6], [2]])
+        >>> base = ESP(slicer="axis")
+        >>> torch.allclose(Packed(base)(x, x, x, key_mask=mask), base(x, x, x, key_mask=mask),
+        ...                atol=1e-6)
+        True
+    """
+
+    def __init__(self, base: Mechanism) -> None:
+        super().__init__()
+        if not isinstance(base, Mechanism):
+            raise TypeError(
+                "Packed: base must be a mechanism such as espformer.nn.ESP(), "
+                f"got {type(base).__name__}"
+            )
+        self.base = base
+        self.has_sort_temperature = base.has_sort_temperature
+
+    @property
+    def relative_cost(self) -> float:
+        return self.base.relative_cost
+
+    def build(self, heads: int, head_dim: int, value_dim: int, depth: int) -> None:
+        self.base = self.base.bind(heads, head_dim, value_dim=value_dim, depth=depth)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        tokens = (query.shape[0], query.shape[-2]), (key.shape[0], key.shape[-2])
+        masks = {"query_mask": query_mask, "key_mask": key_mask}
+        if query_mask is None and key_mask is not None and tokens[0] == tokens[1]:
+            query_mask = key_mask
+        by_sequence = query.dim() == 4 and all(
+            mask is None or mask.shape == shape
+            for mask, shape in zip((query_mask, key_mask), tokens, strict=True)
+        )
+        masked = query_mask is not None or key_mask is not None
+        if not masked or not by_sequence or _seen_from_outside(query):
+            return self.base(query, key, value, **masks)
+        # One mask stays one: then every sequence has as many queries as keys.
+        k_mask = _mask(key_mask, tokens[1], key)
+        q_mask = k_mask if query_mask is key_mask else _mask(query_mask, tokens[0], query)
+        offsets = cumulative(q_mask.sum(-1).tolist())
+        k_offsets = None if q_mask is k_mask else cumulative(k_mask.sum(-1).tolist())
+        packing = Packing(offsets, k_offsets, device=query.device, name="Packed")
+        packed = packing.attend(
+            self.base,
+            query.transpose(1, 2)[q_mask],
+            key.transpose(1, 2)[k_mask],
+            value.transpose(1, 2)[k_mask],
+        )
+        out = packed.new_zeros(*tokens[0], *packed.shape[1:]).index_put((q_mask,), packed)
+        return out.transpose(1, 2)
+
+    def matrix(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        return self.base.matrix(query, key, query_mask=query_mask, key_mask=key_mask)
+
+
+def _mask(mask: Tensor | None, shape: tuple[int, int], tokens: Tensor) -> Tensor:
+    """A mask; one of ones where there is none."""
+    return torch.ones(shape, dtype=torch.bool, device=tokens.device) if mask is None else mask
+
+
+def _seen_from_outside(tokens: Tensor) -> bool:
+    """Whether the call is traced or recorded, for lengths that are not those of this batch."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return True
+    return tokens.is_cuda and torch.cuda.is_current_stream_capturing()
