@@ -400,6 +400,7 @@ def test_the_first_page_puts_our_gap_beside_the_papers():
     assert row.startswith("| ✓ | [Cats and Dogs, by number of training images](#cats-and-dogs-by-")
     assert any("Sinkhorn attention | +1.26 | not run |" in line for line in lines)
     assert "|  | IMDb, sentiment of film reviews | 3 claims |  | not run |  |" in lines
+    assert not any("(ours)" in line for line in lines), "no run of our defaults"
     assert first_table([]) == []
     claim = CLAIMS["cats-dogs-slicers"][-1]
     assert paper_gap(claim, load_recipe("cats-dogs-slicers")) == pytest.approx(79.47 - 77.75)

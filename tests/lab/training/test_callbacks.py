@@ -114,7 +114,7 @@ def test_slices_of_a_trained_model(slicer):
         layer(x, mask=mask)
     found = slice_statistics(calls)
     ((_, mechanism, (query, key, masks)),) = calls
-    largest, spreads = [], []
+    largest, summed, spreads = [], [], []
     for row in range(3):
         kept = masks["query_mask"][row].flatten()
         for head in range(2):
@@ -122,14 +122,20 @@ def test_slices_of_a_trained_model(slicer):
             directions = mechanism.slicer()
             lines = torch.eye(4) if directions is None else directions.detach()
             lines = (lines[head] if lines.ndim == 3 else lines).double()
-            costs = torch.stack([
-                (torch.cdist(q, k).square() * esp_plan(
+            plans = [
+                esp_plan(
                     q[None, None], k[None, None], slices=line[None], sort_temperature=0.5, scale=1.0
-                )[0, 0]).sum() / len(q)
+                )[0, 0]
                 for line in lines
-            ])  # fmt: skip
+            ]
+            distance = torch.cdist(q, k)
+            costs = torch.stack([(distance.square() * plan).sum() / len(q) for plan in plans])
+            sums = torch.stack([(distance * plan).sum() for plan in plans])
+            summed.append(float((-tau * sums).softmax(0).max()) * len(lines))
             largest.append(float((-tau * costs).softmax(0).max()) * len(lines))
             spreads += [(side @ lines.T).std(0, correction=0).mean() for side in (q, k)]
     assert found["slice_weight"] == pytest.approx(sum(largest) / 6, rel=1e-4)
+    assert found["slice_weight_summed"] == pytest.approx(sum(summed) / 6, rel=1e-4)
     assert found["spread"] == pytest.approx(float(sum(spreads) / 12), rel=1e-6)
+    assert found["sort_temperature"] == 0.5
     assert slice_statistics([]) == {}

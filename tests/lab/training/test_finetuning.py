@@ -50,6 +50,21 @@ def do(made, label, output):
     return trainer.execute(run, run_directory(output, run), output=output, progress=False)
 
 
+def cut_off(made, output):
+    """Let a run of `esp` end in its second epoch, as a power cut would."""
+    step = finetuning.FinetuneLearner.training_step
+
+    def stop(self, batch, batch_idx):
+        if self.current_epoch == 1:
+            raise RuntimeError("power cut")
+        return step(self, batch, batch_idx)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finetuning.FinetuneLearner, "training_step", stop)
+        with pytest.raises(RuntimeError, match="power cut"):
+            do(made, "esp", output)
+
+
 def command(encoder, texts, output, *more):
     arguments = ["finetune", "--model", encoder, "--data-dir", texts, "--output", output]
     arguments += [*SMALL, *more]
@@ -161,18 +176,7 @@ def test_a_hard_forward_needs_no_falling_temperature(encoder, texts):
 def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(encoder, texts, tmp_path):
     made = experiment(encoder, texts, "esp={esp: {learn_temperature: true}}")
     whole = do(made, "esp", tmp_path / "whole")
-
-    step = finetuning.FinetuneLearner.training_step
-
-    def stop(self, batch, batch_idx):
-        if self.current_epoch == 1:
-            raise RuntimeError("power cut")
-        return step(self, batch, batch_idx)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finetuning.FinetuneLearner, "training_step", stop)
-        with pytest.raises(RuntimeError, match="power cut"):
-            do(made, "esp", tmp_path / "cut")
+    cut_off(made, tmp_path / "cut")
     again = do(made, "esp", tmp_path / "cut")
     assert again["continued"]
     assert 0 < again["seconds_before"] < again["seconds"]
@@ -364,17 +368,7 @@ def test_a_calibrated_run_that_goes_on_is_not_calibrated_again(
 ):
     made = experiment(encoder, texts, "esp", calibration_steps=4)
     whole = do(made, "esp", tmp_path / "whole")
-    step = finetuning.FinetuneLearner.training_step
-
-    def stop(self, batch, batch_idx):
-        if self.current_epoch == 1:
-            raise RuntimeError("power cut")
-        return step(self, batch, batch_idx)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(finetuning.FinetuneLearner, "training_step", stop)
-        with pytest.raises(RuntimeError, match="power cut"):
-            do(made, "esp", tmp_path / "cut")
+    cut_off(made, tmp_path / "cut")
     monkeypatch.setattr(finetuning, "calibrate", lambda *_, **__: 1 / 0)
     again = do(made, "esp", tmp_path / "cut")
     assert again["scores"] == whole["scores"]

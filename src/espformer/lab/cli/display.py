@@ -38,17 +38,12 @@ def show_plan(console: Console, work: list[Job], at_once: int) -> None:
     console.print(table)
     for reason in sorted(unknown):
         console.print(f"no estimate: {reason}", highlight=False, markup=False)
-    together = in_words(total / at_once)
-    together = f", {together} if {at_once} at once cost nothing" if at_once > 1 else ""
+    together = f", {in_words(total / at_once)} if {at_once} at once cost nothing"
     console.print(
         f"{len(work)} runs, {sum(job.state == 'finished' for job in work)} finished; about "
         f"{in_words(total)} of computing here"
         + (" for the others" if unknown else "")
-        + (
-            f", {in_words(total / at_once)} if {at_once} at once cost nothing"
-            if at_once > 1
-            else ""
-        )
+        + (together if at_once > 1 else "")
     )
 
 

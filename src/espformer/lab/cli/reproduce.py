@@ -43,7 +43,7 @@ def reproduce(
     comparisons. The table goes to OUTPUT/EXPERIMENT/results.md.
 
     Another trainer.epochs stretches the schedule with it: milestones, warm-up and annealing. Runs
-    that these start from keep their own, or get it by 'start.overrides=[trainer.epochs=60]'.
+    that these start from keep their own number, unless start.overrides says another.
 
     With --jobs on a GPU, start NVIDIA's MPS first (nvidia-cuda-mps-control -d): without it the runs
     take turns, and each is many times slower. Small models gain much from trainer.cuda_graph=true.
@@ -52,7 +52,7 @@ def reproduce(
 
       espformer reproduce digits --jobs 2
 
-      espformer reproduce cats-dogs --only 1% --only espformer --dry-run
+      espformer reproduce cats-dogs --only '200 images' --only espformer --dry-run
 
       espformer reproduce mnist-patch-size --seeds 0 data.directory=DIR
 

@@ -40,7 +40,7 @@ def train(
 
       espformer train digits --mechanism sinkformer --seed 1 trainer.epochs=5
 
-      espformer train cats-dogs --setting 10% trainer.precision=bf16-mixed
+      espformer train cats-dogs --setting '2000 images' trainer.precision=bf16-mixed
 
       espformer train digits annealing.factor=0.8 harden=true --output elsewhere
     """

@@ -14,11 +14,6 @@ from espformer.lab.data.translation import read_pairs, translation_task
 __all__ = ["SOURCE", "load"]
 
 
-def _ways(*names: str) -> tuple[tuple[str, ...], ...]:
-    parquet = tuple((f"{name}.parquet",) for name in names)
-    return *parquet, (f"{names[0]}.de", f"{names[0]}.en")
-
-
 SOURCE = source_of("iwslt14")
 
 

@@ -125,7 +125,8 @@ def _behind(results: list[Result]) -> list[str]:
     """Write the table behind the scores: sums, sizes, times, learnt temperatures."""
     heads = {
         "row_error": "row sums off", "column_error": "column sums off", "entropy": "entropy",
-        "slice_weight": "largest slice weight", "spread": "spread",
+        "slice_weight": "largest slice weight", "slice_weight_summed": "by summed distances",
+        "spread": "spread", "sort_temperature": "t",
     }  # fmt: skip
     known = {name for result in results for name in result.get("attention", {})}
     heads = {name: head for name, head in heads.items() if name in known}
@@ -141,7 +142,8 @@ def _behind(results: list[Result]) -> list[str]:
         cells = [label]
         for name in heads:
             numbers = [r["attention"][name] for r in group if name in r.get("attention", {})]
-            cells.append(f"{statistics.fmean(numbers):.2g}" if numbers else "–")
+            form = ".4g" if name.startswith("slice_weight") else ".2g"
+            cells.append(f"{statistics.fmean(numbers):{form}}" if numbers else "–")
         cells.append(_range([r.get("parameters") for r in group], ",.0f"))
         cells.append(_range([_seconds(r) for r in group], ",.0f"))
         cells.append(_range([r.get("samples_per_second") for r in group], ",.0f"))
@@ -157,9 +159,10 @@ def _behind(results: list[Result]) -> list[str]:
     ]
     if "slice_weight" in known:
         note += [
-            "The largest weight of a slice is over that of equal weights, and the spread is the",
-            "standard deviation of the numbers that are sorted: means over layers and heads, after",
-            "the last epoch.",
+            "The largest weight of a slice is over that of equal weights; by summed distances it",
+            "would be so if costs were neither squared nor divided by the number of tokens. The",
+            "spread is the standard deviation of the numbers that are sorted, t the temperature:",
+            "means over layers and heads, after the last epoch.",
         ]
     return [*grid(lines), *note, ""]
 
@@ -281,13 +284,13 @@ def _changed(recipe: Recipe, table: Table, results: list[Result]) -> list[str]:
         if label not in recipe.mechanisms or setting not in recipe.grid.settings:
             continue
         asked = plain(recipe.run(label, setting, result["seed"]))
-        if label in printed:
-            for key, value in theirs.items():
-                set_path(asked, tuple(key.split(".")), value, Origins(), "")
+        for key, value in theirs.items():
+            set_path(asked, tuple(key.split(".")), value, Origins(), "")
         for key, wanted, here in changes(asked, result["config"]):
             # A key that came later is not known to older results.
             if here is not None or key.startswith(("mechanism", "model", "data.set")):
-                told = bool(table.caption) and label in printed and key.startswith(_TOLD)
+                theirs_too = label in printed or not key.startswith("mechanism")
+                told = bool(table.caption) and theirs_too and key.startswith(_TOLD)
                 whose = "the paper" if told else "the recipe"
                 changed[key, str(wanted), str(here), whose].append(label)
     lines = []

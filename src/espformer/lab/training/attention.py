@@ -1,5 +1,6 @@
 """How the attention of a model comes out: its sums and entropy, its slices and their weights."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -79,10 +80,14 @@ def recorded_calls(model: nn.Module) -> Iterator[list[Call]]:
             hook.remove()
 
 
-def slice_weights(mechanism: ESP, query: Tensor, key: Tensor, masks: dict[str, Any]) -> Tensor:
+def slice_weights(
+    mechanism: ESP, query: Tensor, key: Tensor, masks: dict[str, Any], *, summed: bool = False
+) -> Tensor:
     """σ = softmax(b - τ D) as the operator has it, ``(batch, heads, slices)``, slice by slice.
 
-    D is the squared distance of queries and keys under the plan of one slice alone.
+    D is the mean squared distance of queries and keys under the plan of one slice alone, as
+    Algorithm 1 prints it; with `summed` it is the sum of the distances over the queries, neither
+    squared nor divided by their number, which is how the formula is sometimes written in code.
     """
     settings = mechanism.arguments(query, training=False)
     slices = settings.pop("slices")
@@ -90,14 +95,13 @@ def slice_weights(mechanism: ESP, query: Tensor, key: Tensor, masks: dict[str, A
     width = query.shape[-1]
     directions = torch.eye(width, device=query.device) if slices is None else slices
     scale = settings["scale"] or width**-0.5
-    q, k = query.double() * scale, key.double() * scale
-    distance = torch.cdist(q, k).square()
+    distance = torch.cdist(query.double() * scale, key.double() * scale)
     costs = []
     for index in range(directions.shape[-2]):
         one = directions[..., index : index + 1, :]
         plan = esp_plan(query, key, slices=one, inverse_temperature=0.0, **settings, **masks)
-        length = plan.sum((-2, -1)).clamp(min=1e-9)
-        costs.append((distance * plan).sum((-2, -1)) / length)
+        cost = (distance * plan if summed else distance.square() * plan).sum((-2, -1))
+        costs.append(cost if summed else cost / plan.sum((-2, -1)).clamp(min=1e-9))
     preferred = torch.stack(costs, -1).mul(-tau)
     return (preferred if logits is None else preferred + logits).softmax(-1)
 
@@ -111,28 +115,26 @@ def slice_statistics(calls: Sequence[Call]) -> dict[str, float]:
 
     Returns:
         ``slice_weight``, the largest weight of a slice times their number, the mean over heads
-        and layers: 1 where all weigh alike, L where one has all. ``spread``, the mean standard
+        and layers: 1 where all weigh alike, L where one has all; ``slice_weight_summed``, what it
+        would be with summed distances, see :func:`slice_weights`. ``spread``, the mean standard
         deviation of the numbers that are sorted, which an absolute temperature is to be compared
-        with. Empty without an ESP mechanism.
+        with, and the mean ``sort_temperature``. Empty without an ESP mechanism.
     """
-    largest, spreads = [], []
+    found: dict[str, list[Tensor]] = defaultdict(list)
     for _, mechanism, (query, key, masks) in calls:
         query, key = query.detach(), key.detach()
-        weights = slice_weights(mechanism, query, key, masks)
-        largest.append((weights.amax(-1) * weights.shape[-1]).flatten())
+        for name, summed in (("slice_weight", False), ("slice_weight_summed", True)):
+            weights = slice_weights(mechanism, query, key, masks, summed=summed)
+            found[name].append((weights.amax(-1) * weights.shape[-1]).flatten())
         settings = mechanism.arguments(query, training=False)
         directions, scale = settings["slices"], settings["scale"] or query.shape[-1] ** -0.5
         for side, name in ((query, "query_mask"), (key, "key_mask")):
             points = side.double() * scale
             if directions is not None:
                 points = points @ directions.double().mT
-            spreads.append(_deviation(points, masks[name]).flatten())
-    if not largest:
-        return {}
-    return {
-        "slice_weight": float(torch.cat(largest).mean()),
-        "spread": float(torch.cat(spreads).mean()),
-    }
+            found["spread"].append(_deviation(points, masks[name]).flatten())
+        found["sort_temperature"].append(torch.as_tensor(settings["sort_temperature"]).flatten())
+    return {name: float(torch.cat(parts).double().mean()) for name, parts in found.items()}
 
 
 def _deviation(points: Tensor, mask: Tensor | None) -> Tensor:
