@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from espformer.lab.errors import RunError
 from espformer.lab.recipes.recipe import load_recipe
 from espformer.lab.training.checkpoints import AtomicCheckpointIO
 from espformer.lab.training.learner import MARK
@@ -167,3 +168,50 @@ def test_killed_in_the_middle_of_an_epoch(tiny, tmp_path):
     execute(run, tmp_path / "reference", progress=False)
     assert_same_state(directory, tmp_path / "reference")
     assert len(list((directory / "logs").glob("attempt-*"))) == 3
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system of its own, of 80 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(disk)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("no file system can be mounted here")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_a_disk_that_fills_up_while_training_loses_nothing(
+    recipe, small_disk, tmp_path, monkeypatch
+):
+    run = recipe.run("learnt", None, 0, STATEFUL)
+    execute(run, tmp_path / "reference", progress=False)
+    save, saved, filler = AtomicCheckpointIO.save_checkpoint, [], small_disk / "filler"
+
+    def fill_up_and_save(self, checkpoint, path, storage_options=None):
+        if len(saved) == 3:
+            with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+        save(self, checkpoint, path)
+        saved.append(checkpoint[MARK]["position"])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AtomicCheckpointIO, "save_checkpoint", fill_up_and_save)
+        with pytest.raises(RunError, match=r"0 MB free\). The one before it is as it was"):
+            execute(run, small_disk / "run", progress=False)
+    assert load(small_disk / "run")[MARK]["position"] == saved[-1], "the last whole checkpoint"
+    filler.unlink()
+    execute(run, small_disk / "run", progress=False)
+    assert_same_state(small_disk / "run", tmp_path / "reference")
+
+
+def test_a_file_system_that_is_read_only_is_told_before_anything_runs(recipe, small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(RunError, match=r"cannot write here \(.*Read-only.*choose another place"):
+        execute(recipe.run("learnt"), small_disk / "run", progress=False)
