@@ -5,6 +5,7 @@ import importlib
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -134,6 +135,40 @@ def test_links_of_the_site_lead_somewhere(site):
             assert target.exists(), f"{page.relative_to(site)}: {address}"
             if fragment and target in known and not fragment.startswith("__"):
                 assert fragment in known[target], f"{page.relative_to(site)}: {address}"
+
+
+@pytest.mark.slow
+def test_the_site_in_a_browser(site):
+    """Opened as files on a desktop and a phone: nothing overflows, fails or asks the network."""
+    from tests.lab.report.browser import Browser, find_browser
+
+    if find_browser() is None:
+        pytest.skip("no Chromium here")
+    pages = [*site.glob("*.html"), *(site / "api").glob("*.html")]
+    with Browser.start() as browser:
+        for page in sorted(pages):
+            if page.name == "404.html":
+                continue
+            for width, height in ((1280, 900), (390, 844)):
+                tab = browser.open(page, width=width, height=height)
+                root = "document.documentElement"
+                overflow = tab.evaluate(f"{root}.scrollWidth - {root}.clientWidth")
+                assert overflow <= 0, f"{page.name} is {overflow} pixels wider than {width}"
+                assert not tab.errors, f"{page.name}: {tab.errors}"
+        tab = browser.open(site / "index.html", width=1280, height=900)
+        tab.evaluate("""
+            document.querySelector("[data-md-toggle=search]").click();
+            const field = document.querySelector(".md-search__input");
+            field.focus();
+            field.value = "calibrate";
+            field.dispatchEvent(new Event("keyup"));
+        """)
+        deadline = time.monotonic() + 30
+        found = 0
+        while not found and time.monotonic() < deadline:
+            time.sleep(0.1)
+            found = tab.evaluate("document.querySelectorAll('.md-search-result__item').length")
+        assert found, "the search finds nothing in pages that are opened as files"
 
 
 @pytest.mark.parametrize("name", ["functional", "nn", "sorting", "integrations", "models"])
