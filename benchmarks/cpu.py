@@ -1,15 +1,18 @@
 """ESP attention on the CPU, forward and backward: ``python -m benchmarks.cpu``.
 
-One table: how much memory a long sequence takes, how much faster the linear-time operator is than
-the dense formula, how its time grows with the number of tokens, and what other attentions take.
+One table: how much faster the compiled kernels are than the operator in torch, and that one than
+the dense formula; what metrics, balance and threads make of it; how time grows with the number of
+tokens, how much memory long sequences take, and where softmax attention is passed.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,6 +23,7 @@ from benchmarks.measure import (
     Company,
     Row,
     conditions,
+    least_seconds,
     print_table,
     verdict,
     write_results,
@@ -32,11 +36,17 @@ from espformer.lab.clock import interleaved_seconds
 METRICS, BALANCES = ("absolute", "squared"), ("rows", "both")
 WIDTH = 64
 SPEED_UP, GROWTH, MEMORY = 15.0, 2.3, 2.0  # at least, at most, at most (GB)
+KERNELS = {"forward": 6.0, "forward + backward": 8.0}  # times the operator in torch, at least
+OPTIONS, THREADS = 3.0, 1.7  # other options against absolute rows, at most; two threads, at least
+# Heads, tokens, width: a layer of MiniLM on tweets and on sentences, ViTs, long sequences.
+SIZES = ((384, 19, 32), (192, 64, 32), (8, 197, 64), (64, 197, 64), (1, 1024, 64), (1, 16_384, 64))
+FEW_SLICES = 8  # as ESP() has
+EXACT = 16_384  # tokens up to which the torch operator in float64 is the oracle
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One head of random tokens, and how they attend."""
+    """Random tokens of one head, or of several, and how they attend."""
 
     tokens: int
     slices: int
@@ -46,23 +56,36 @@ class Setting:
     seed: int = 0
     sort_temperature: float = 0.1
     inverse_temperature: float = 0.1
+    heads: int = 1
 
     def inputs(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """Queries, keys and values, then the slices: the first axes."""
         generator = torch.Generator().manual_seed(self.seed)
-        shape = (1, 1, self.tokens, self.width)
+        shape = (1, self.heads, self.tokens, self.width)
         tokens = [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
         theta = torch.eye(self.width, dtype=dtype)[: self.slices]
         return [*(x.requires_grad_() for x in tokens), theta]
 
-    def run(self, backend: str, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The output and its three gradients."""
-        attention = partial(
+    def attention(self, backend: str, inputs: Sequence[Tensor]) -> Callable[..., Tensor]:
+        return partial(
             espformer.esp_attention, backend=backend, metric=self.metric, balance=self.balance,
             slices=None if self.slices == self.width else inputs[3],
             sort_temperature=self.sort_temperature, inverse_temperature=self.inverse_temperature,
         )  # fmt: skip
-        return forward_backward(attention, inputs)
+
+    def run(self, backend: str, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The output and its three gradients."""
+        return forward_backward(self.attention(backend, inputs), inputs)
+
+    def forward(self, backend: str, inputs: Sequence[Tensor]) -> Tensor:
+        """The output alone."""
+        with torch.no_grad():
+            return self.attention(backend, inputs)(*inputs[:3])
+
+    def error(self, backend: str, inputs: Sequence[Tensor]) -> float:
+        """Of output and gradients, against linear time in float64."""
+        oracle = "linear" if self.tokens <= EXACT else "cpu"
+        return largest_error(self.run(backend, inputs), self.result(oracle, torch.float64))
 
     def result(self, backend: str, dtype: torch.dtype) -> list[Tensor]:
         return self.run(backend, self.inputs(dtype))
@@ -175,7 +198,191 @@ def memory(repeats: int) -> list[Row]:
     return rows
 
 
-PARTS = {"memory": memory, "speed": speed, "growth": growth, "peers": peers}
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def kernels(repeats: int) -> list[Row]:
+    """The compiled kernels against the operator in torch, on one thread, in the same run."""
+    rows = []
+    for heads, tokens, width in SIZES:
+        setting = Setting(tokens, width, width, heads=heads)
+        inputs = setting.inputs()
+        with threads(1):
+            error = setting.error("cpu", inputs)
+            for name, run in (("forward", setting.forward), ("forward + backward", setting.run)):
+                ours, torchs = least_seconds(
+                    [partial(run, backend, inputs) for backend in ("cpu", "linear")], repeats
+                )
+                target = KERNELS[name]
+                rows.append(
+                    Row(
+                        f"kernels, {name}, {heads} × {width}", tokens, width, setting.metric,
+                        setting.balance, _time(ours), f"torch: {_time(torchs)}",
+                        f"{torchs / ours:.1f}×", f"{error:.1e}", f"≥ {target:g}×",
+                        verdict(torchs / ours >= target, error),
+                    )
+                )  # fmt: skip
+                progress(rows[-1])
+    return rows
+
+
+def options(repeats: int) -> list[Row]:
+    """The squared metric and balance against absolute rows, forward and backward."""
+    rows = []
+    for heads, tokens, width in SIZES[:3]:
+        plain = Setting(tokens, width, width, heads=heads)
+        settings = [
+            replace(plain, metric=metric, balance=balance)
+            for metric in METRICS
+            for balance in BALANCES
+        ]
+        inputs = plain.inputs()
+        with threads(1):
+            times = least_seconds([partial(s.run, "cpu", inputs) for s in settings], repeats)
+            for setting, seconds in zip(settings[1:], times[1:], strict=True):
+                error, ratio = setting.error("cpu", inputs), seconds / times[0]
+                rows.append(
+                    Row(
+                        f"options, {heads} × {width}", tokens, width, setting.metric,
+                        setting.balance, _time(seconds), f"absolute, rows: {_time(times[0])}",
+                        f"{ratio:.1f}×", f"{error:.1e}", f"≤ {OPTIONS:g}×",
+                        verdict(ratio <= OPTIONS, error),
+                    )
+                )  # fmt: skip
+                progress(rows[-1])
+    return rows
+
+
+def two_threads(repeats: int) -> list[Row]:
+    """Forward and backward on two threads against one."""
+    rows = []
+    for heads, tokens, width in SIZES:
+        setting = Setting(tokens, width, width, heads=heads)
+        inputs = setting.inputs()
+
+        def run(count: int, setting: Setting = setting, inputs: list[Tensor] = inputs) -> None:
+            with threads(count):
+                setting.run("cpu", inputs)
+
+        runs = [partial(run, 2), partial(run, 1)]
+        two, one = least_seconds(runs, 4 * repeats, clock=time.perf_counter)
+        with threads(2):
+            error = setting.error("cpu", inputs)
+        rows.append(
+            Row(
+                f"two threads, {heads} × {width}", tokens, width, setting.metric, setting.balance,
+                _time(two), f"one: {_time(one)}", f"{one / two:.2f}×", f"{error:.1e}",
+                f"≥ {THREADS:g}×", verdict(one / two >= THREADS, error),
+            )
+        )  # fmt: skip
+        progress(rows[-1])
+    return rows
+
+
+def crossover(repeats: int) -> list[Row]:
+    """Softmax attention beside ESP with 64 slices and with 8, for longer and longer sequences."""
+    rows = []
+    for tokens in (1024, 4096, 8192, 16_384):
+        for slices in (WIDTH, FEW_SLICES):
+            setting = Setting(tokens, slices)
+            inputs = setting.inputs()
+            with threads(1):
+                error = setting.error("cpu", inputs)
+                softmax = partial(forward_backward, functional.softmax_attention, inputs)
+                ours, theirs = least_seconds(
+                    [partial(setting.run, "cpu", inputs), softmax], 1 if tokens > 8192 else repeats
+                )
+                forward, softmax_forward = least_seconds(
+                    [
+                        partial(setting.forward, "cpu", inputs),
+                        partial(_without_gradient, functional.softmax_attention, inputs),
+                    ],
+                    1 if tokens > 8192 else repeats,
+                )
+            for name, own, other in (
+                ("forward", forward, softmax_forward), ("forward + backward", ours, theirs),
+            ):  # fmt: skip
+                rows.append(
+                    Row(
+                        f"softmax beside it, {name}", tokens, slices, setting.metric,
+                        setting.balance, _time(own), f"softmax: {_time(other)}",
+                        f"{other / own:.2f}×", f"{error:.1e}", "–", verdict(True, error),
+                    )
+                )  # fmt: skip
+                progress(rows[-1])
+    return rows
+
+
+def _without_gradient(
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Sequence[Tensor]
+) -> Tensor:
+    with torch.no_grad():
+        return attention(*inputs[:3])
+
+
+def million(repeats: int) -> list[Row]:
+    """Time of the kernels for twice as many tokens, up to a million, with eight slices."""
+    rows: list[Row] = []
+    before = 0.0
+    for tokens in [1024 << i for i in range(11)]:
+        setting = Setting(tokens, FEW_SLICES)
+        inputs = setting.inputs()
+        with threads(1):
+            rounds = repeats if tokens < 100_000 else 1
+            (seconds,) = least_seconds([partial(setting.run, "cpu", inputs)], rounds)
+            error = setting.error("cpu", inputs)
+        ratio = seconds / before if before else 0.0
+        rows.append(
+            Row(
+                "growth of the kernels", tokens, setting.slices, setting.metric, setting.balance,
+                _time(seconds), f"N = {tokens // 2}: {_time(before)}" if before else "–",
+                f"{ratio:.2f}×" if before else "–", f"{error:.1e}", f"≤ {GROWTH:g}×",
+                verdict(ratio <= GROWTH, error),
+            )
+        )  # fmt: skip
+        before = seconds
+        progress(rows[-1])
+    return rows
+
+
+def long_memory(repeats: int) -> list[Row]:
+    """Peak memory of the kernels for 131,072 tokens."""
+    rows = []
+    for metric in METRICS:
+        for slices in (WIDTH, FEW_SLICES):
+            tokens = 131_072
+            found = peak_memory(tokens, slices, WIDTH, metric=metric, backend="cpu")
+            rows.append(
+                Row(
+                    "peak memory of the kernels", tokens, slices, metric, "rows",
+                    f"{found.peak:.2f} GB", f"before the call: {found.baseline:.2f} GB",
+                    f"+{found.added:.2f} GB", "–", f"< {MEMORY:g} GB in all",
+                    verdict(found.peak < MEMORY),
+                )
+            )  # fmt: skip
+            progress(rows[-1])
+    return rows
+
+
+PARTS: dict[str, Callable[[int], list[Row]]] = {
+    "kernels": kernels,
+    "options": options,
+    "threads": two_threads,
+    "crossover": crossover,
+    "million": million,
+    "long-memory": long_memory,
+    "memory": memory,
+    "speed": speed,
+    "growth": growth,
+    "peers": peers,
+}
 
 
 def _time(seconds: float) -> str:
@@ -190,24 +397,27 @@ def progress(row: Row) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__)
     parser.add_argument(
-        "--only", choices=PARTS, help="one of the questions; nothing is written to results/"
+        "--only", nargs="+", choices=PARTS, help="some questions; nothing is written to results/"
     )
     parser.add_argument("--repeats", type=int, default=5, help="times are medians of this many")
     options = parser.parse_args()
 
     company = Company()
-    parts = [options.only] if options.only else list(PARTS)
+    parts = options.only or list(PARTS)
     rows = [row for part in parts for row in PARTS[part](options.repeats)]
     stated = conditions(
         "benchmarks.cpu",
         dtype="float32",
-        shapes=f"1 head, N tokens, queries, keys and values of width {WIDTH}, axis slices",
-        temperatures="sort temperature 0.1, inverse temperature 0.1",
+        shapes=f"1 head, or heads × width; N tokens, of width {WIDTH} unless said, axis slices",
+        temperatures="sort temperature 0.1 of the spread, inverse temperature 0.1",
         seeds="0",
         company=company,
-        repeats=f"median of {options.repeats}, after one that does not count",
+        repeats=f"kernels: least CPU time of {options.repeats} (one where a call takes seconds) on "
+        "one thread, least time that passed on two; "
+        f"others: median of {options.repeats}; after one that does not count",
         error="largest ‖difference‖ / ‖exact‖ of output and gradients, against the dense "
-        "formula in float64 (growth and other attentions: against themselves in float64)",
+        "formula in float64 (kernels: against the torch operator in float64, for over "
+        f"{EXACT:,} tokens and for other attentions against themselves in float64)",
         memory="resident memory of a process of its own, its peak, in 10⁹ bytes",
     )
     print_table(rows, stated)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any, Unpack
@@ -18,10 +19,12 @@ from espformer.functional.arguments import (
     under_transforms,
 )
 from espformer.ops.common.autograd import without_autocast
+from espformer.ops.common.custom_op import PLAIN
+from espformer.ops.common.exporting import is_exporting
 from espformer.ops.common.masks import zero_padding
 from espformer.ops.common.packing import attend_nested, refuse_masks
 from espformer.ops.esp import linear, reference
-from espformer.ops.esp.options import Options, takes_options
+from espformer.ops.esp.options import ESPOptions, Options, takes_options
 from espformer.ops.esp.problem import Problem
 
 BACKENDS = ("auto", "dense", "linear", "cpu", "triton")
@@ -71,13 +74,17 @@ def esp_attention(
         key_mask: ``(batch, M)``; alone it also masks the queries if N = M. Every sequence is a
             measure of its own: a padded batch gives what each sequence alone gives.
         backend: ``"linear"`` (plain torch), ``"cpu"`` (kernels compiled by numba, many times as
-            fast, new: ask for them by name), ``"triton"`` (fused kernels for CUDA tensors),
-            ``"dense"`` (Algorithm 1 as printed: O(L N²), for checks) or ``"auto"``: triton on a
-            GPU, else linear. What the kernels do not cover (float64; heads wider than 256; hard
-            sorting with averaged ties or N ≠ M; the interpolated coupling) is computed by
-            ``"linear"`` there too. Under ``torch.func`` (grad, vmap, jvp) it is dense: the others
-            have hand-written gradients that transforms cannot look into. Under ``torch.compile``
-            large problems, and lengths that vary, are one operator that is not looked into.
+            fast; extra ``cpu``), ``"triton"`` (fused kernels for CUDA tensors), ``"dense"``
+            (Algorithm 1 as printed: O(L N²), for checks) or ``"auto"``: triton on a GPU, cpu on a
+            CPU where numba is installed, else linear. All compute the same attention, and where one
+            cannot run ``"auto"`` takes another: what the Triton kernels do not cover (float64;
+            heads wider than 256; hard sorting with averaged ties or N ≠ M; the interpolated
+            coupling) is computed by ``"linear"``, and so is everything while a program is exported
+            (``torch.export``, ONNX, ``torch.jit.trace``), for subclasses of tensors and under
+            dispatch modes, which compiled kernels cannot serve. Under ``torch.func`` (grad, vmap,
+            jvp) it is dense: the others have hand-written gradients that transforms cannot look
+            into. Under ``torch.compile`` the kernels are operators; of ``"linear"``, large
+            problems, and lengths that vary, are one operator that is not looked into.
         attn_mask: only for calls written for ``scaled_dot_product_attention``: a boolean padding
             mask over keys, ``(batch, 1, 1, M)``. Anything else is refused.
         is_causal: refused: a causal doubly-stochastic matrix is the identity.
@@ -124,7 +131,7 @@ def attend(name: str, problem: Problem, rows: Tensor, backend: str) -> Tensor:
     Rows of values, (batch, M, d), are zero where they are padding.
     """
     with without_autocast(rows.device):
-        module = _backend(name, backend, problem.query, problem.key, rows)
+        module = pick_backend(name, backend, problem.query, problem.key, rows)
         return _run(module, problem, lambda b, p: b.attend(p, rows))
 
 
@@ -162,21 +169,29 @@ def esp_plan(
         query_mask=query_mask, key_mask=key_mask,
     )  # fmt: skip
     with without_autocast(query.device):
-        module = _backend(name, backend, query, key)
+        module = pick_backend(name, backend, query, key)
         plan = _run(module, problem, lambda b, p: b.plan(p))
     return plan.to(query.dtype).view(*lead, *plan.shape[-2:])
 
 
 def _run(module: ModuleType, problem: Problem, compute: Callable[[Any, Problem], Tensor]) -> Tensor:
     """The soft operator, the hard one, or a mix with the soft one's gradient."""
-    share = float(problem.options.straight_through)
-    out = compute(module, problem)
-    if share and not problem.options.hard:
-        with torch.no_grad():
-            hard = compute(module, problem.with_options(hard=True))
-        out = pass_through(out, hard, share)
+    out = straight_through(
+        problem.options, lambda options: compute(module, replace(problem, options=options))
+    )
     if module in (linear, reference):  # the kernels put it in the weights of the slices
         out = zero_padding(out + problem.nonfinite_marker().view(-1, 1, 1), problem.query_mask)
+    return out
+
+
+def straight_through(options: ESPOptions, compute: Callable[[ESPOptions], Tensor]) -> Tensor:
+    """What is computed with these options, and the share of the hard result that they ask for."""
+    share = float(options.straight_through)
+    out = compute(options)
+    if share and not options.hard:
+        with torch.no_grad():
+            hard = compute(replace(options, hard=True))
+        out = pass_through(out, hard, share)
     return out
 
 
@@ -189,13 +204,19 @@ def pass_through(soft: Tensor, hard: Tensor, share: float = 1.0) -> Tensor:
     return out
 
 
-def _backend(name: str, backend: str, *tokens: Tensor) -> ModuleType:
+def pick_backend(name: str, backend: str, *tokens: Tensor) -> ModuleType:
+    """The module that computes; :func:`esp_attention` says which one `"auto"` takes."""
     one_of(name, "backend", backend, BACKENDS)
     if under_transforms(name, backend, "dense") or backend == "dense":
         return reference
     device = tokens[0].device.type
     if backend == "cpu":
         return _cpu_kernels(name, device)
+    if backend == "auto" and device == "cpu" and _takes_kernels(*tokens):
+        try:
+            return _cpu_kernels(name, device)
+        except ImportError:
+            return linear
     nvidia = device == "cuda" and torch.version.hip is None  # kernels have NVIDIA's instructions
     if backend == "linear" or (backend == "auto" and not nvidia):
         return linear
@@ -211,6 +232,18 @@ def _backend(name: str, backend: str, *tokens: Tensor) -> ModuleType:
             'backend="triton" needs triton >= 3.6 (pip install triton); backend="linear" does not'
         ) from error
     return kernels
+
+
+def _takes_kernels(*tokens: Tensor) -> bool:
+    """Whether a compiled kernel may run: not where only torch's own operators are understood.
+
+    An exported program must run without this library; subclasses of tensors, and modes that count
+    or fake operators, know torch's own and not ours.
+    """
+    if torch.compiler.is_compiling():
+        return not is_exporting()
+    plain = all(type(x) in PLAIN for x in tokens)
+    return plain and not torch.jit.is_tracing() and torch._C._len_torch_dispatch_stack() == 0
 
 
 def _cpu_kernels(name: str, device: str) -> ModuleType:

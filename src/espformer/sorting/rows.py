@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from espformer.functional.arguments import flat_temperature, one_of
-from espformer.functional.esp import attend
+from espformer.functional.esp import attend, pick_backend, straight_through
+from espformer.ops.common.autograd import without_autocast
 from espformer.ops.common.masks import zero_padding
 from espformer.ops.esp.options import OPTIONS, UNITS, ESPOptions
 from espformer.ops.esp.problem import LEAST_TEMPERATURE, Problem, spread
@@ -49,7 +50,8 @@ class SoftSort:
     mask: Tensor | None  # (batch, N), True = takes part
     lead: torch.Size  # the shape of the rows, without the dimension that is sorted
     dim: int  # which dimension that is, not negative
-    options: ESPOptions  # with a temperature (batch,) in the unit of these numbers
+    options: ESPOptions  # with a temperature that is a number or (batch,)
+    unit: str  # of the temperature
     backend: str
 
     @property
@@ -70,11 +72,11 @@ class SoftSort:
 
     def sort(self, rows: Tensor) -> Tensor:
         """``A V``: rows of tokens (batch, N, d) to rows of ranks; ranks of padding are zero."""
-        return self._attend(zero_padding(rows, self.mask), "query")
+        return self._mix(rows, back=False)
 
     def unsort(self, rows: Tensor) -> Tensor:
         """``Aᵀ Y``: rows of ranks (batch, N, d) to rows of tokens; padding is zero."""
-        return self._attend(zero_padding(rows, self._taken_ranks()), "key")
+        return self._mix(rows, back=True)
 
     def with_options(self, **changes: Any) -> SoftSort:
         """The same numbers with other options."""
@@ -83,23 +85,49 @@ class SoftSort:
     def _taken_ranks(self) -> Tensor | None:
         return None if self.mask is None else self.positions < self.lengths
 
+    def _mix(self, rows: Tensor, *, back: bool) -> Tensor:
+        rows = rows.to(self.numbers.dtype)
+        with without_autocast(rows.device):
+            kernels = pick_backend(self.name, self.backend, self.numbers, rows)
+            if not hasattr(kernels, "mix"):
+                return self._attend(rows, "key" if back else "query")
+            return straight_through(
+                self.options,
+                lambda o: kernels.mix(self.numbers, rows, self.mask, o, self.unit, back=back),
+            )
+
     def _attend(self, rows: Tensor, identity_side: str) -> Tensor:
-        t, metric = self.options.sort_temperature, self.options.metric
-        assert isinstance(t, Tensor)
+        """The same as attention, for backends that have no kernels for one side alone."""
+        numbers, t = self._in_units()
+        metric = self.options.metric
         width = t.detach() if metric == "absolute" else t.detach().sqrt()
-        tokens = self.numbers, self.mask
+        tokens = numbers, self.mask
         ranks = self.positions * (SPACING * width).unsqueeze(-1), self._taken_ranks()
         sides = (ranks, tokens) if identity_side == "query" else (tokens, ranks)
         (query, query_mask), (key, key_mask) = sides
         problem = Problem(
             query.unsqueeze(-1),
             key.unsqueeze(-1),
-            self.options,
+            replace(self.options, sort_temperature=t),
             query_mask=query_mask,
             key_mask=key_mask,
             identity_side=identity_side,
         )
-        return attend(self.name, problem, rows.to(self.numbers.dtype), self.backend)
+        rows = zero_padding(rows, key_mask)
+        return attend(self.name, problem, rows, self.backend)
+
+    def _in_units(self) -> tuple[Tensor, Tensor]:
+        """Numbers near one, and their temperatures in absolute units, (batch,)."""
+        t, metric = self.options.sort_temperature, self.options.metric
+        rows, factor = _near_one(self.numbers)
+        if self.unit == "spread":  # t is a width
+            mask = None if self.mask is None else self.mask.unsqueeze(1)
+            width = t * spread(rows.unsqueeze(1), mask).flatten()
+            t = width if metric == "absolute" else width.square()
+        else:  # twice, since the square of the factor might overflow
+            t = t * factor.squeeze(-1)
+            t = t if metric == "absolute" else t * factor.squeeze(-1)
+        return rows, t.clamp(LEAST_TEMPERATURE[metric], MOST_TEMPERATURE)
 
     def flatten(self, label: str, values: Tensor) -> tuple[Tensor, torch.Size]:
         """Values of shape ``x.shape + trailing`` as (batch, N, d), and the trailing shape."""
@@ -169,16 +197,8 @@ def prepare(
     if mask is not None:
         mask = mask.movedim(dim, -1).reshape(rows.shape)
         rows = rows.masked_fill(~mask, 0)
-    rows, factor = _near_one(rows)
-    if unit == "spread":  # t is a width
-        width = t * spread(rows.unsqueeze(1), None if mask is None else mask.unsqueeze(1)).flatten()
-        t = width if metric == "absolute" else width.square()
-    else:  # twice, since the square of the factor might overflow
-        t = t * factor.squeeze(-1)
-        t = t if metric == "absolute" else t * factor.squeeze(-1)
-    t = t.clamp(LEAST_TEMPERATURE[metric], MOST_TEMPERATURE)
     options = replace(options, sort_temperature=t)
-    return SoftSort(name, -rows if descending else rows, mask, lead, dim, options, backend)
+    return SoftSort(name, -rows if descending else rows, mask, lead, dim, options, unit, backend)
 
 
 def _near_one(numbers: Tensor) -> tuple[Tensor, Tensor]:

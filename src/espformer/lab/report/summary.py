@@ -18,6 +18,7 @@ NAMES = {
     "difftransformer": "Differential",
     "sinkformer": "Sinkhorn",
     "espformer": "ESP",
+    "espformer-spread": "ESP, defaults",
     "espformer-paper": "ESP, paper’s t",
     "espformer-learnt": "ESP, learnt t",
     "espformer-balanced": "ESP, balanced",

@@ -12,11 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("numba")
 
 import espformer
-from espformer.ops.esp import cpu
+from espformer.functional.esp import pick_backend
+from espformer.ops.esp import cpu, linear
 from espformer.ops.esp.cpu import compiling, operators, threads
 from tests.compare import differentiate, tokens
 
@@ -153,6 +155,40 @@ def test_other_devices_are_refused():
 
 def double(x):
     return 2 * x
+
+
+def picked(*tensors: torch.Tensor) -> object:
+    return pick_backend("test", "auto", *tensors)
+
+
+class Wrapped(torch.Tensor):
+    """A subclass that knows torch's own operators."""
+
+
+def test_auto_takes_the_kernels_where_they_can_run():
+    x = torch.randn(1, 4, 4)
+    assert picked(x) is cpu
+    assert picked(x, torch.nn.Parameter(x)) is cpu
+    assert picked(x.as_subclass(Wrapped)) is linear
+    with torch._subclasses.FakeTensorMode():
+        assert picked(torch.empty(1, 4, 4)) is linear
+    with FlopCounterMode(display=False):
+        assert picked(x) is linear
+    traced = []
+    torch.jit.trace(lambda x: traced.append(picked(x)) or x + 1, x, check_trace=False)
+    assert traced == [linear]
+
+
+class Attend(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return espformer.esp_attention(x, x, x)
+
+
+def test_exported_programs_are_made_of_torch_operators():
+    x = torch.randn(1, 2, 8, 4)
+    program = torch.export.export(Attend(), (x,))
+    assert "espformer" not in str(program.graph)
+    torch.testing.assert_close(program.module()(x), Attend()(x))
 
 
 def test_a_directory_that_cannot_be_written_to_is_no_error(tmp_path, monkeypatch):

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from espformer.ops.common.masks import zero_padding
-from espformer.ops.esp.cpu import operators
+from espformer.ops.esp.cpu import operators, sort_operators
 from espformer.ops.esp.linear import same_lengths
+from espformer.ops.esp.options import ESPOptions
 from espformer.ops.esp.problem import Problem
 
 FAR = 128.0  # bandwidths, over which exp(-x) falls below every float32 number
@@ -34,6 +35,8 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
     if options.hard:  # no gradient reaches the numbers that are sorted
         query_points, key_points = query_points.detach(), key_points.detach()
         inv_bandwidth = inv_bandwidth.detach()
+        if not options.inverse_temperature:
+            problem = replace(problem, query=problem.query.detach(), key=problem.key.detach())
     out, *_ = operators.attend(
         problem.query, problem.key, value, query_points, key_points,
         inv_bandwidth.expand(len(value)), _slice_logits(problem, query_points),
@@ -64,3 +67,24 @@ def plan(problem: Problem) -> Tensor:
     key = problem.key
     eye = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device)
     return attend(problem, eye.expand(key.shape[0], -1, -1))
+
+
+def mix(
+    numbers: Tensor, value: Tensor, mask: Tensor | None, options: ESPOptions, unit: str,
+    *, back: bool,
+) -> Tensor:  # fmt: skip
+    """``A V``, or ``Aᵀ V`` if `back`, with A the soft sort of numbers: (batch, N, d).
+
+    Numbers (batch, N) and values are of one dtype; ranks, or tokens, that take no part get zeros.
+    A row of numbers that holds NaN or an infinity is all NaN, and so are its gradients.
+    """
+    t = options.sort_temperature
+    if not isinstance(t, Tensor):
+        t = torch.full((1,), t, dtype=numbers.dtype)
+    if options.hard:  # no gradient goes through the order
+        numbers, t = numbers.detach(), t.detach()
+    out: Tensor = sort_operators.mix(
+        numbers, value, t, mask, back, unit, options.metric, options.balance, options.hard,
+        options.ties,
+    )[0]  # fmt: skip
+    return out

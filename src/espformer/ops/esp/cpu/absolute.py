@@ -14,7 +14,7 @@ Rows are blocks of `lanes` columns, one after the other in a flat array: row i s
 from __future__ import annotations
 
 from espformer.ops.esp.cpu.compiling import part, stand_alone
-from espformer.ops.esp.cpu.simd import LANES, exp, fill, load, store, total, where_above
+from espformer.ops.esp.cpu.simd import LANES, exp, fill, load, store, where_above
 
 ELEMENTWISE = LANES[16]
 BLOCK = 64
@@ -161,29 +161,6 @@ def _sum_of_equal(points, last, x, order, scale, lanes):  # type: ignore[no-unty
 
 
 @part
-def stretch(kappa, x, x_order, x_scale, p, p_order, p_scale, lanes):  # type: ignore[no-untyped-def]
-    """``-Σ_{j<n} (s_n - s_j) κ[n, j] (p_n · x_j + x_n · p_j)``, added up pair by pair.
-
-    First moments obey ``f'_n = a_n (f'_{n-1} + gap_n f_{n-1})``.
-    """
-    stand_alone()
-    n, points, decays = kappa.n, kappa.points, kappa.decays
-    width = 8 * len(lanes)
-    zero = fill(decays.dtype.type(0), lanes)
-    x_sum, x_moment, p_sum, p_moment, pulls = zero, zero, zero, zero, zero
-    for i in range(n):
-        a, gap = decays[i], points[i] - points[max(i - 1, 0)]
-        x_moment = a * (x_moment + gap * x_sum)
-        p_moment = a * (p_moment + gap * p_sum)
-        x_row = x_scale[i] * load(x, x_order[i] * width, lanes)
-        p_row = p_scale[i] * load(p, p_order[i] * width, lanes)
-        pulls = pulls + p_row * x_moment + x_row * p_moment
-        x_sum = a * x_sum + x_row
-        p_sum = a * p_sum + p_row
-    return -total(pulls)
-
-
-@part
 def multiply_column(kappa, x, y):  # type: ignore[no-untyped-def]
     """``y = κ x`` for one number per rank; the two scans run side by side.
 
@@ -215,3 +192,33 @@ def multiply_column(kappa, x, y):  # type: ignore[no-untyped-def]
                 y[j] += from_right
         left_carried = left + left_rest * left_carried
         right_carried = right + right_rest * right_carried
+
+
+@part
+def multiply_column_with_slope(kappa, x, y, slope):  # type: ignore[no-untyped-def]
+    """``y = κ x`` and its derivative in ``s_n · inv_bandwidth``, for one number per rank.
+
+    As `multiply_column`; between equal numbers the derivative is zero. States are in float64: as
+    fast for single numbers, and thousands of additions leave no error behind.
+    """
+    stand_alone()
+    n, points, decays = kappa.n, kappa.points, kappa.decays
+    below, at_left, above, at_right = 0.0, 0.0, 0.0, 0.0
+    for i in range(n):
+        j = n - 1 - i
+        if i > 0 and points[i] != points[i - 1]:
+            below, at_left = decays[i] * (below + at_left), 0.0
+        if i > 0 and points[j] != points[j + 1]:
+            above, at_right = decays[j + 1] * (above + at_right), 0.0
+        at_left += x[i]
+        if i < j:
+            y[i], slope[i] = below + at_left, -below
+            y[j], slope[j] = above + at_right, above
+        else:
+            if i == j:
+                y[i], slope[i] = 0, 0
+            y[i] += below + at_left
+            slope[i] -= below
+            y[j] += above + at_right
+            slope[j] += above
+        at_right += x[j]

@@ -69,7 +69,7 @@ def room_for(count: int, poles: int, width: int) -> tuple[int, int]:
     states = 2 * poles
     stride = max(SHORT + 8, CHUNK + states)
     coefficients = 2 * (count + 4) * stride + count * states + (count // CHUNK + 2) * 2 * states
-    # A chunk with its states; what arrives from the left; the states of one side, or of `stretch`.
+    # A chunk with its states; what arrives from the left; the states of one side.
     beside = stride + (count // CHUNK + 2) * states // 2 + 4 * states
     return coefficients, beside * width + 2 * states
 
@@ -277,6 +277,12 @@ def multiply(kappa, x, order, scale, y, slope, lanes):  # type: ignore[no-untype
 @part
 def multiply_column(kappa, x, y):  # type: ignore[no-untyped-def]
     """``y = κ x`` for one number per rank: the same, with all poles in the lanes."""
+    multiply_column_with_slope(kappa, x, y, y[:0])
+
+
+@part
+def multiply_column_with_slope(kappa, x, y, slope):  # type: ignore[no-untyped-def]
+    """The same, and unless `slope` is empty the derivative in ``s_n · inv_bandwidth``."""
     stand_alone()
     n, coefficients, lanes = kappa.n, kappa.coefficients, kappa.lanes
     half = 8 * len(lanes)
@@ -312,6 +318,12 @@ def multiply_column(kappa, x, y):  # type: ignore[no-untyped-def]
                         row = load(coefficients, i * at.stride + k, EIGHT)
                         found = found + row * load(z, k, EIGHT)
                     y[i] = total(found)
+                    if len(slope):
+                        found = fill(y.dtype.type(0), EIGHT)
+                        place = at.pulling + i * at.stride
+                        for k in range(0, at.stride, 8):
+                            found = found + load(coefficients, place + k, EIGHT) * load(z, k, EIGHT)
+                        slope[i] = total(found)
             if states:
                 own_re, own_im = zero, zero
                 for i in range(start, end):
@@ -327,46 +339,3 @@ def multiply_column(kappa, x, y):  # type: ignore[no-untyped-def]
                 kept, kept_im = c * re - s * im, c * im + s * re
                 re, lost_re = _add(kept, more)
                 im, lost_im = _add(kept_im, more_im)
-
-
-@part
-def stretch(kappa, x, x_order, x_scale, p, p_order, p_scale, lanes):  # type: ignore[no-untyped-def]
-    """``Σ_{j<n} (s_n - s_j) k'(s_n - s_j) (p_n · x_j + x_n · p_j)``, added up pair by pair.
-
-    States of one side alone, from rank to rank, with their first moments, which obey
-    ``H'_n = E_n (H'_{n-1} + gap_n H_{n-1})``. The order of rows: real and imaginary parts of H and
-    H', of x and then of p, for every pole.
-    """
-    stand_alone()
-    n, points, table = kappa.n, kappa.points, kappa.table
-    number = points.dtype.type
-    width, half = 8 * len(lanes), 8 * len(kappa.lanes)
-    poles = half // 2
-    state = kappa.scratch
-    waves = state[poles * 8 * width :]
-    clear(state, poles * 8 * width)
-    pulls = fill(number(0), lanes)
-    for i in range(n):
-        x_row = x_scale[i] * load(x, x_order[i] * width, lanes)
-        p_row = p_scale[i] * load(p, p_order[i] * width, lanes)
-        gap = points[i] - points[max(i - 1, 0)]
-        re, im = _waves(table, kappa.lanes, gap * kappa.inv_bandwidth, number(0))
-        store(waves, 0, re)
-        store(waves, half, im)
-        for r in range(poles):
-            c, s = waves[r], waves[half + r]
-            w, v = table[SLOPES, r], table[SLOPES + 1, r]
-            for operand in range(2):
-                at = (8 * r + 4 * operand) * width
-                sum_re, sum_im = load(state, at, lanes), load(state, at + width, lanes)
-                longer_re = load(state, at + 2 * width, lanes) + gap * sum_re
-                longer_im = load(state, at + 3 * width, lanes) + gap * sum_im
-                moment_re = c * longer_re - s * longer_im
-                moment_im = c * longer_im + s * longer_re
-                store(state, at + 2 * width, moment_re)
-                store(state, at + 3 * width, moment_im)
-                row, other = (x_row, p_row) if operand == 0 else (p_row, x_row)
-                pulls = pulls + other * (w * moment_re - v * moment_im)
-                store(state, at, c * sum_re - s * sum_im + row)
-                store(state, at + width, c * sum_im + s * sum_re)
-    return total(pulls)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from espformer.ops.esp.cpu.compiling import kernel, part, stand_alone
-from espformer.ops.esp.cpu.kappa import multiply, multiply_column, multiply_with_slope, stretch
+from espformer.ops.esp.cpu.kappa import multiply, multiply_column, multiply_with_slope
 from espformer.ops.esp.cpu.normalising import balance_gradient, balance_steps
 from espformer.ops.esp.cpu.rows import (
     add_crossed_products,
@@ -29,7 +29,6 @@ from espformer.ops.esp.cpu.rows import (
     copy,
     couple,
     couple_back,
-    cross,
     number_ranks,
     pack,
     scatter,
@@ -117,7 +116,7 @@ def pull_back(
 ):  # type: ignore[no-untyped-def]
     """From the upstream gradient ``p_scale p`` of ``κ in x`` to dx, and its part of the slopes.
 
-    Gives back the gradient of inv_bandwidth, if that is wanted; `ins` and `d_x` may be empty.
+    `ins` and `d_x` may be empty.
     """
     n, one, product = kappa.n, unit.dtype.type(1), rows[PRODUCT]
     if settings.slopes:
@@ -129,9 +128,6 @@ def pull_back(
         multiply(kappa, p, ranks, p_scale, product, lanes)
     if len(d_x):
         scatter(product, n, order, scale_in, one, d_x, lanes)
-    if settings.stretched:
-        return stretch(kappa, x, order, scale_in, p, ranks, p_scale, lanes)
-    return 0 * one
 
 
 @kernel
@@ -177,11 +173,11 @@ def plans_gradient(
                 )  # fmt: skip
                 if settings.slopes or d_x.shape[1]:
                     d_x_block = d_x_blocks[block] if d_x.shape[1] else nothing
-                    q_grad.inv_bandwidth[head, l] += pull_back(
+                    pull_back(
                         plan.kappa_q, x_blocks[block], plan.q_order, plan.q_in, h_rows, ranks,
                         h_scale, rows, settings, unit, slopes[0], q_ins, d_x_block, lanes,
                     )  # fmt: skip
-                k_grad.inv_bandwidth[head, l] += pull_back(
+                pull_back(
                     plan.kappa_k, y_blocks[block], plan.k_order, plan.k_in, e_rows, ranks,
                     e_scale, rows, settings, unit, slopes[1], k_ins, d_y_blocks[block], lanes,
                 )  # fmt: skip
@@ -196,24 +192,24 @@ SQUARES, D_SQUARES, SUMS, MET, D_MET, AT_RANK, MIXED, D_SCALE = range(2, 10)
 
 # Pairs (x, p) of products κx and their upstream gradients, which pull at the points, are columns of
 # one row: first all x, then all p. They are the balancing steps and where these start, or the
-# normalisation; then squares and row sums. There is room for their products and slopes.
+# normalisation; squares and row sums are the last two. There is room for their products and slopes.
 PAIRS, PAIR_PRODUCTS, PAIR_SLOPES = range(3)
-COLUMNS = LANES[32]
-WIDTH, OF_SQUARES, OF_SUMS, GRADIENTS = 32, 14, 15, 16
+PAIR_LANES = {False: LANES[8], True: LANES[32]}  # by whether there are balancing steps
 
 
 @part
-def squares_gradient(kappa, order, scale_in, scale_out, weight, columns, pairs, d_out, d_in):  # type: ignore[no-untyped-def]
+def squares_gradient(kappa, order, scale_in, scale_out, weight, columns, pairs, d_out, d_in, lanes):  # type: ignore[no-untyped-def]
     """Of ``weight Σ_n out_n (κ in ‖x‖²)_n met_n``; `d_out` and `d_in` may be empty."""
+    width, half = 8 * len(lanes), 4 * len(lanes)
     at_rank, mixed = columns[AT_RANK], columns[MIXED]
     mix_squares(kappa, order, scale_in, columns[SQUARES], at_rank, mixed)
     for i in range(kappa.n):
-        pairs[PAIRS, i * WIDTH + OF_SQUARES] = at_rank[i]
+        pairs[PAIRS, i * width + half - 2] = at_rank[i]
         if len(d_out):
             d_out[i] += weight * columns[MET, i] * mixed[i]
         columns[D_MET, i] = weight * scale_out[i] * mixed[i]
         at_rank[i] = weight * scale_out[i] * columns[MET, i]
-        pairs[PAIRS, i * WIDTH + GRADIENTS + OF_SQUARES] = at_rank[i]
+        pairs[PAIRS, i * width + width - 2] = at_rank[i]
     multiply_column(kappa, at_rank, mixed)
     for i in range(kappa.n):
         columns[D_SQUARES, order[i]] += scale_in[i] * mixed[i]
@@ -222,14 +218,15 @@ def squares_gradient(kappa, order, scale_in, scale_out, weight, columns, pairs, 
 
 
 @part
-def sums_gradient(kappa, scale_in, scale_out, columns, pairs, d_sums, d_out, d_in):  # type: ignore[no-untyped-def]
+def sums_gradient(kappa, scale_in, scale_out, columns, pairs, d_sums, d_out, d_in, lanes):  # type: ignore[no-untyped-def]
     """Of the row sums ``out κ in``; they are constant unless balanced."""
+    width, half = 8 * len(lanes), 4 * len(lanes)
     at_rank, mixed = columns[AT_RANK], columns[MIXED]
     for i in range(kappa.n):
         d_out[i] += d_sums[i] * columns[SUMS, i] / scale_out[i]
         at_rank[i] = d_sums[i] * scale_out[i]
-        pairs[PAIRS, i * WIDTH + OF_SUMS] = scale_in[i]
-        pairs[PAIRS, i * WIDTH + GRADIENTS + OF_SUMS] = at_rank[i]
+        pairs[PAIRS, i * width + half - 1] = scale_in[i]
+        pairs[PAIRS, i * width + width - 1] = at_rank[i]
     multiply_column(kappa, at_rank, mixed)
     for i in range(kappa.n):
         d_in[i] += mixed[i]
@@ -237,9 +234,10 @@ def sums_gradient(kappa, scale_in, scale_out, columns, pairs, d_sums, d_out, d_i
 
 @part
 def scales_gradient(
-    kappa, scale_out, balanced, exponents, unit, columns, pairs, steps, d_out, d_in
+    kappa, scale_out, balanced, exponents, unit, columns, pairs, steps, d_out, d_in, lanes
 ):  # type: ignore[no-untyped-def]
     """From the gradient of the scales to pairs that pull at the points."""
+    width, half = 8 * len(lanes), 4 * len(lanes)
     if balanced:
         x, r = steps[0], steps[1]
         balance_steps(kappa, unit, exponents, x, r, columns[MIXED])
@@ -247,27 +245,36 @@ def scales_gradient(
             columns[D_SCALE, i] = d_out[i] + d_in[i]
         balance_gradient(
             kappa, exponents, x, r, columns[D_SCALE], columns[AT_RANK], columns[MIXED],
-            pairs[PAIRS], WIDTH, GRADIENTS,
+            pairs[PAIRS], width, half,
         )  # fmt: skip
     else:
         for i in range(kappa.n):
-            pairs[PAIRS, i * WIDTH] = 1
-            pairs[PAIRS, i * WIDTH + GRADIENTS] = -d_out[i] * scale_out[i] * scale_out[i]
+            pairs[PAIRS, i * width] = 1
+            pairs[PAIRS, i * width + half] = -d_out[i] * scale_out[i] * scale_out[i]
 
 
 @part
-def let_pairs_pull(kappa, order, pairs, slopes, ranks, unit, settings, d_points):  # type: ignore[no-untyped-def]
+def let_pairs_pull(kappa, order, pairs, slopes, ranks, unit, settings, d_points, lanes):  # type: ignore[no-untyped-def]
     """Brings the slopes of one slice to its tokens; gives back the gradient of inv_bandwidth."""
     n, own, found = kappa.n, pairs[PAIRS], pairs[PAIR_SLOPES]
-    multiply_with_slope(kappa, own, ranks, unit, pairs[PAIR_PRODUCTS], found, COLUMNS)
-    add_crossed_products(own, found, n, slopes, COLUMNS)  # x · κ'p + p · κ'x
+    multiply_with_slope(kappa, own, ranks, unit, pairs[PAIR_PRODUCTS], found, lanes)
+    add_crossed_products(own, found, n, slopes, lanes)  # x · κ'p + p · κ'x
     for i in range(n):
         d_points[order[i]] = kappa.inv_bandwidth * slopes[i]
-    if settings.stretched:
-        cross(own, n, pairs[PAIR_PRODUCTS], COLUMNS)  # every pair twice, as (x, p) and (p, x)
-        crossed = pairs[PAIR_PRODUCTS]
-        return stretch(kappa, own, ranks, unit, crossed, ranks, unit, COLUMNS) / 2
-    return 0 * slopes[0]
+    return stretch(kappa.points, n, slopes)
+
+
+@part
+def stretch(points, n, slopes):  # type: ignore[no-untyped-def]
+    """``Σ_n s_n slopes_n``, the gradient of inv_bandwidth: all depends on ``s · inv_bandwidth``.
+
+    Forces add up to zero, so numbers may be counted from one among them; sums are in float64.
+    """
+    stand_alone()
+    middle, found = np.float64(points[n // 2]), 0.0
+    for i in range(n):
+        found += (points[i] - middle) * slopes[i]
+    return found
 
 
 @part
@@ -282,7 +289,7 @@ def add_squares(rows, centre, d_squares, d_rows):  # type: ignore[no-untyped-def
 @kernel
 def finish_gradient(
     h0, h1, l0, l1, settings, queries, keys, pairs, query, key, centre, d_costs,
-    q_grad, k_grad, d_query_points, d_key_points, d_query, d_key, room,
+    q_grad, k_grad, d_query_points, d_key_points, d_query, d_key, room, lanes,
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """Gradients of what is one number per rank: squares, row sums, scales; then of the points.
 
@@ -299,10 +306,10 @@ def finish_gradient(
         if n == 0 or m == 0:
             continue
         if with_costs:
-            pack(query[head], centre[head], q_blocks, COLUMNS)
-            pack(key[head], centre[head], k_blocks, COLUMNS)
-            squared_norms(q_blocks, rows, q[SQUARES], COLUMNS)
-            squared_norms(k_blocks, columns, k[SQUARES], COLUMNS)
+            pack(query[head], centre[head], q_blocks, lanes)
+            pack(key[head], centre[head], k_blocks, lanes)
+            squared_norms(q_blocks, rows, q[SQUARES], lanes)
+            squared_norms(k_blocks, columns, k[SQUARES], lanes)
             clear(q[D_SQUARES], rows)
             clear(k[D_SQUARES], columns)
         for l in range(l0, l1):
@@ -320,36 +327,54 @@ def finish_gradient(
                 copy(couple_column(own.rows, own.columns, own.weights, k[SUMS], q[MET]), n, q[MET])
                 copy(couple_column(own.columns, own.rows, own.weights, q[SUMS], k[MET]), m, k[MET])
                 squares_gradient(
-                    kappa_q, plan.q_order, plan.q_in, plan.q_out, weight, q, q_pairs, q_outs, q_ins
+                    kappa_q,
+                    plan.q_order,
+                    plan.q_in,
+                    plan.q_out,
+                    weight,
+                    q,
+                    q_pairs,
+                    q_outs,
+                    q_ins,
+                    lanes,
                 )
                 squares_gradient(
-                    kappa_k, plan.k_order, plan.k_in, plan.k_out, weight, k, k_pairs, k_outs, k_ins
+                    kappa_k,
+                    plan.k_order,
+                    plan.k_in,
+                    plan.k_out,
+                    weight,
+                    k,
+                    k_pairs,
+                    k_outs,
+                    k_ins,
+                    lanes,
                 )
                 if balanced and settings.slopes:
                     d_q_sums = couple_column(own.rows, own.columns, own.weights, k[D_MET], q[MET])
                     d_k_sums = couple_column(own.columns, own.rows, own.weights, q[D_MET], k[MET])
                     sums_gradient(
-                        kappa_q, plan.q_in, plan.q_out, q, q_pairs, d_q_sums, q_outs, q_ins
+                        kappa_q, plan.q_in, plan.q_out, q, q_pairs, d_q_sums, q_outs, q_ins, lanes
                     )
                     sums_gradient(
-                        kappa_k, plan.k_in, plan.k_out, k, k_pairs, d_k_sums, k_outs, k_ins
+                        kappa_k, plan.k_in, plan.k_out, k, k_pairs, d_k_sums, k_outs, k_ins, lanes
                     )
             if settings.slopes:
                 scales_gradient(
                     kappa_q, plan.q_out, balanced, settings.exponents, unit, q, q_pairs, room.steps,
-                    q_outs, q_ins,
+                    q_outs, q_ins, lanes,
                 )  # fmt: skip
                 scales_gradient(
                     kappa_k, plan.k_out, balanced, settings.exponents, unit, k, k_pairs, room.steps,
-                    k_outs, k_ins,
+                    k_outs, k_ins, lanes,
                 )  # fmt: skip
-                q_grad.inv_bandwidth[head, l] += let_pairs_pull(
+                q_grad.inv_bandwidth[head, l] = let_pairs_pull(
                     kappa_q, plan.q_order, q_pairs, q_grad.slopes[head, l], ranks, unit, settings,
-                    d_query_points[head, l],
+                    d_query_points[head, l], lanes,
                 )  # fmt: skip
-                k_grad.inv_bandwidth[head, l] += let_pairs_pull(
+                k_grad.inv_bandwidth[head, l] = let_pairs_pull(
                     kappa_k, plan.k_order, k_pairs, k_grad.slopes[head, l], ranks, unit, settings,
-                    d_key_points[head, l],
+                    d_key_points[head, l], lanes,
                 )  # fmt: skip
         if with_costs:
             add_squares(query[head], centre[head], q[D_SQUARES], d_query[head])

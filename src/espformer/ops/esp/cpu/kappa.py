@@ -128,10 +128,10 @@ def _multiply_column(kappa, x, y):  # type: ignore[no-untyped-def]
     return (gaussian if _is_squared(kappa) else absolute).multiply_column.py_func
 
 
-def stretch(kappa, x, x_order, x_scale, p, p_order, p_scale, lanes):  # type: ignore[no-untyped-def]
-    """The gradient of ``Σ_n p_n · (κx)_n`` in `inv_bandwidth`, added up pair by pair."""
+def multiply_column_with_slope(kappa, x, y, slope):  # type: ignore[no-untyped-def]
+    """`multiply_column`, and its derivative in ``s_n · inv_bandwidth``."""
 
 
-@overload(stretch, jit_options=OPTIONS)
-def _stretch(kappa, x, x_order, x_scale, p, p_order, p_scale, lanes):  # type: ignore[no-untyped-def]
-    return (gaussian if _is_squared(kappa) else absolute).stretch.py_func
+@overload(multiply_column_with_slope, jit_options=OPTIONS)
+def _multiply_column_with_slope(kappa, x, y, slope):  # type: ignore[no-untyped-def]
+    return (gaussian if _is_squared(kappa) else absolute).multiply_column_with_slope.py_func

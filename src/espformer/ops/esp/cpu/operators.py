@@ -27,17 +27,16 @@ from espformer.ops.esp.cpu.threads import run, shares
 from espformer.ops.esp.cpu.workspace import new_workspace
 
 OPTIONS = 6  # the last arguments of `cpu_attend`
-PAIR_LANES = gradients.COLUMNS
 DIFFERENTIABLE = 7  # the first: query, key, value, points of both, inv_bandwidth, slice_logits
 
 
 def _lanes(width: int) -> tuple[int, ...]:
     """Columns that are worked on at once: few more than there are."""
-    return LANES[16 if width <= 16 else 32]
+    return LANES[8 if width <= 8 else 16 if width <= 16 else 32]
 
 
 def _array(x: Tensor) -> np.ndarray:
-    found: np.ndarray = x.detach().numpy()
+    found: np.ndarray = (x.detach() if x.requires_grad else x).numpy()
     return found
 
 
@@ -58,13 +57,13 @@ def _new_side(points: Tensor) -> list[Tensor]:
 
 def _settings(
     inv_bandwidth: Tensor, metric: str, balance: str, hard: bool, ties: str,
-    slopes: bool = False, stretched: bool = False,
+    slopes: bool = False,
 ) -> Settings:  # fmt: skip
     table, poles = table_of("absolute" if hard else metric, inv_bandwidth.dtype)
     exponents = np.array(chebyshev_exponents(), table.dtype)
     balanced = balance == "both" and not hard
     return Settings(
-        _array(inv_bandwidth), hard, ties == "average", balanced, slopes, stretched, exponents,
+        _array(inv_bandwidth), hard, ties == "average", balanced, slopes, exponents,
         table, poles,
     )  # fmt: skip
 
@@ -84,24 +83,25 @@ class _Work:
 
     def run(
         self, kernel: Any, *operands: Any, sums: tuple[Tensor, ...] = (), width: int = 0,
-        pairs: bool = False,
+        pairs: bool = False, rows: bool = True,
     ) -> None:  # fmt: skip
-        """Runs a kernel: settings, operands, what it adds to, room, and lanes for `width` columns.
+        """Runs a kernel: settings, operands, what it adds to, room, and lanes.
 
-        `sums` have one part for every share of a head.
+        `sums` have one part for every share of a head. There are lanes for the `rows` of `width`
+        columns, if it takes some, and for `pairs` that pull at the points.
         """
         operands = tuple(_array(x) if isinstance(x, Tensor) else x for x in operands)
-        lanes = PAIR_LANES if pairs else _lanes(width)
+        row_lanes, pair_lanes = _lanes(width), gradients.PAIR_LANES[self.settings.balanced]
+        lanes = (row_lanes,) * (rows and width > 0) + (pair_lanes,) * pairs
         steps = len(self.settings.exponents) + 1 if self.settings.balanced else 0
 
         def arguments(index: int) -> tuple[Any, ...]:
             room = new_workspace(
-                self.tokens, self.settings.table, columns=width, lanes=lanes, steps=steps,
-                pairs=pairs,
+                self.tokens, self.settings.table, columns=width, steps=steps,
+                lanes=row_lanes if rows else pair_lanes, pairs=pair_lanes if pairs else (),
             )  # fmt: skip
             own = (_array(x[self.shares[index].part]) for x in sums)
-            last = () if pairs or not width else (lanes,)
-            return self.settings, *operands, *own, room, *last
+            return self.settings, *operands, *own, room, *lanes
 
         run(kernel, self.shares, arguments)
 
@@ -196,7 +196,7 @@ def attend_backward(
     (with `width`, which needs slopes), slice_logits; what is not wanted is empty.
     """
     heads, slices, tokens = q_points.shape
-    settings = _settings(inv_bandwidth, metric, balance, hard, ties, slopes, width)
+    settings = _settings(inv_bandwidth, metric, balance, hard, ties, slopes)
     queries = _side([q_lengths, q_order, q_points, q_scales])
     keys = _side([k_lengths, k_order, k_points, k_scales])
     pairs = _pairs(coupling, (q_lengths, k_lengths), tokens, k_points.shape[-1], query.dtype)
@@ -225,7 +225,7 @@ def attend_backward(
     if costs or slopes:
         work.run(
             gradients.finish_gradient, *plan, query, key, centre, d_costs, *sides, *d_points,
-            sums=(d_query, d_key), width=query.shape[-1], pairs=True,
+            sums=(d_query, d_key), width=query.shape[-1], pairs=True, rows=False,
         )  # fmt: skip
     found = [_add_up(x) if costs else _nothing(x) for x in (d_query, d_key)] + [_add_up(d_value)]
     found += [x if slopes else _nothing(x) for x in d_points]

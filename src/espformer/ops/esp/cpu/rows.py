@@ -160,11 +160,3 @@ def add_crossed_products(x, y, n, out, lanes):  # type: ignore[no-untyped-def]
     width = 8 * len(lanes)
     for i in range(n):
         out[i] += total(swap_halves(load(x, i * width, lanes)) * load(y, i * width, lanes))
-
-
-@part
-def cross(x, n, y, lanes):  # type: ignore[no-untyped-def]
-    """Copies rows with their halves crossed."""
-    width = 8 * len(lanes)
-    for i in range(n):
-        store(y, i * width, swap_halves(load(x, i * width, lanes)))

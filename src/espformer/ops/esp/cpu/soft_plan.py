@@ -56,7 +56,6 @@ class Settings(NamedTuple):
     average: bool  # tied tokens share, if hard
     balanced: bool  # columns sum to one as well; not if hard
     slopes: bool  # a gradient of the points is wanted
-    stretched: bool  # one of inv_bandwidth, too
     exponents: np.ndarray  # of the balancing steps
     table: np.ndarray  # of poles
     poles: tuple[int, ...]  # lanes for them; none for the absolute metric, and hard sorts
@@ -177,7 +176,7 @@ def column_costs(plan, balanced, columns):  # type: ignore[no-untyped-def]
     met_q = couple_column(own.rows, own.columns, own.weights, k_sums, columns[Q_SPARE])
     met_k = couple_column(own.columns, own.rows, own.weights, q_sums, columns[K_SPARE])
     at_rank, mixed = columns[AT_RANK], columns[MIXED]
-    cost = 0 * mixed[0]
+    cost = mixed.dtype.type(0)
     mix_squares(plan.kappa_q, plan.q_order, plan.q_in, columns[Q_SQUARES], at_rank, mixed)
     for i in range(plan.kappa_q.n):
         cost += plan.q_out[i] * mixed[i] * met_q[i]
