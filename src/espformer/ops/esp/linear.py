@@ -39,7 +39,7 @@ class Ranking(NamedTuple):
     points: Tensor  # (batch, L, N): sorted projections; padding repeats the last true one
     order: Tensor  # (batch, L, N): the token at each rank
     ranks: Tensor  # (batch, L, N): the rank of each token
-    valid: Tensor | None  # (batch, 1, N): ranks that are no padding
+    valid: Tensor | None  # (batch, 1, N): ranks that are not padding
     lengths: Tensor  # (batch,)
     identity: bool = False  # the soft sort is the identity, and the tokens stand in order
 

@@ -38,7 +38,7 @@ class SortedSide:
     in_scale: Tensor | None  # likewise; None where it is one
 
     def present(self) -> Tensor:
-        """One at every rank that is no padding, (batch, L, N)."""
+        """One at every rank that is not padding, (batch, L, N)."""
         if self.lengths is None:
             return self.points.new_ones(()).expand(self.points.shape)
         return valid_ranks(self.points, self.lengths).float().expand(self.points.shape)
@@ -52,7 +52,7 @@ class SortedSide:
 
 
 def valid_ranks(points: Tensor, lengths: Tensor) -> Tensor:
-    """Ranks that are no padding: (batch, 1, N)."""
+    """Ranks that are not padding: (batch, 1, N)."""
     positions = torch.arange(points.shape[-1], device=points.device)
     return (positions < lengths.unsqueeze(-1)).unsqueeze(1)
 
