@@ -60,7 +60,7 @@ def test_any_sort(metric, balance, unit, kind, n, width, hard, masked, back, exp
     values = torch.randn(2, n, width, dtype=torch.float64)
     function = sorting.soft_unsort if back else sorting.soft_sort
     mask = some(2, n) if masked else None
-    largest = float(x.abs().max())
+    largest = max(float(x.abs().max()), 1e-9)
     t = 10.0**exponent * (largest if unit == "absolute" else 1.0)
     t = t**2 if unit == "absolute" and metric == "squared" else t
     results = []

@@ -206,9 +206,10 @@ def multiply_column_with_slope(kappa, x, y, slope):  # type: ignore[no-untyped-d
     below, at_left, above, at_right = 0.0, 0.0, 0.0, 0.0
     for i in range(n):
         j = n - 1 - i
-        if i > 0 and points[i] != points[i - 1]:
+        # Equal numbers share, unless a hard sort keeps them apart: then nothing is left of them.
+        if i > 0 and (points[i] != points[i - 1] or decays[i] == 0):
             below, at_left = decays[i] * (below + at_left), 0.0
-        if i > 0 and points[j] != points[j + 1]:
+        if i > 0 and (points[j] != points[j + 1] or decays[j + 1] == 0):
             above, at_right = decays[j + 1] * (above + at_right), 0.0
         at_left += x[i]
         if i < j:
