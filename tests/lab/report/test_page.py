@@ -50,12 +50,12 @@ def test_it_loads_without_an_error_and_fits(browser, page, width, dark):
 @needs_browser
 def test_every_figure_is_there(desktop):
     count = desktop.evaluate
-    assert count("document.querySelectorAll('tbody tr').length") == 5
+    assert count("document.querySelectorAll('tbody tr').length") == 6
     assert count("document.querySelectorAll('.charts svg').length") == 6
     assert count("document.querySelectorAll('.plans svg').length") == 8
-    assert count("document.querySelectorAll('.slices svg').length") == 4
-    # Softmax, differential (one matrix for both heads), Sinkhorn, two of ESP soft and hard.
-    assert count("document.querySelectorAll('#maps .map canvas').length") == 2 + 1 + 2 + 4 + 4
+    assert count("document.querySelectorAll('.slices svg').length") == 6
+    # Softmax, differential (one matrix for both heads), Sinkhorn, three of ESP soft and hard.
+    assert count("document.querySelectorAll('#maps .map canvas').length") == 2 + 1 + 2 + 4 + 4 + 4
     drawn = (
         "[...document.querySelectorAll('.map canvas')].every(c => c.width === 16 && "
         "c.getContext('2d').getImageData(0, 0, 16, 16).data.some(byte => byte > 0))"
@@ -192,7 +192,7 @@ def test_numbers_of_the_page_are_those_of_the_runs(page, runs):
     assert charts["Sinkhorn"] == [[e + 1, pytest.approx(100 * curve[e], rel=1e-3)] for e in curve]
     frames = data["softness"][0]["frames"]
     assert [frame["t"] for frame in frames][:: len(frames) - 1] == ["t = 1", "hard"]
-    assert frames[data["softness"][0]["trained"]]["t"] == "t = 0.001"
+    assert frames[data["softness"][0]["trained"]]["t"] == "t = 0.3"
 
 
 def test_text_from_outside_cannot_become_markup(runs):
