@@ -49,7 +49,8 @@ def refuse_double_backward(name: str, instead: str = "dense") -> Callable[[Backw
     def decorate(backward: Backward) -> Backward:
         @wraps(backward)
         def wrapped(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-            with torch.no_grad(), without_autocast(grads[0].device):
+            device = next(x.device for x in grads if x is not None)
+            with torch.no_grad(), without_autocast(device):
                 results = backward(ctx, *grads)
             if not torch.is_grad_enabled():
                 return results  # saved tensors may be looked at once only: they are recomputed
