@@ -79,9 +79,9 @@ def calibrate(
     .. math:: \frac1B \sum_{b=1}^{B} \Bigl( \sum_i \lVert h_{b,i} - h^*_{b,i} \rVert^2 \Bigr)
        \Big/ \Bigl( \sum_i \lVert h^*_{b,i} - \bar h^*_b \rVert^2 \Bigr),
 
-    the mean of two such shares: over tokens i that are not padding, and over the means of sequences.
-    Dropout is off, and nothing is random but the order of the
-    batches. A minute on a CPU goes a part of the way; more steps, on a GPU, go further.
+    the mean of two such shares: over tokens i that are not padding, and over the means of
+    sequences. Dropout is off, and nothing is random but the order of the batches. A minute on a
+    CPU goes a part of the way; more steps, on a GPU, go further.
 
     :func:`espformer.revert` gives the weights of before the calibration back.
 

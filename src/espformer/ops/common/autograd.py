@@ -49,7 +49,8 @@ def refuse_double_backward(name: str, instead: str = "dense") -> Callable[[Backw
     def decorate(backward: Backward) -> Backward:
         @wraps(backward)
         def wrapped(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-            device = next(x.device for x in grads if x is not None)
+            devices = (x.device for x in grads if x is not None)
+            device = next(devices, torch.device("cpu"))  # all may be undefined
             with torch.no_grad(), without_autocast(device):
                 results = backward(ctx, *grads)
             if not torch.is_grad_enabled():
