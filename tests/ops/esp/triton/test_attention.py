@@ -254,16 +254,20 @@ def test_what_torch_computes_has_the_dtype_of_the_values() -> None:
     assert out.dtype == torch.float16
 
 
-def test_offsets_of_more_than_32_bits_are_left_to_torch() -> None:
-    """Where queries and keys differ in number, pieces are as many as both together, at most."""
+def test_sizes_that_no_grid_and_no_offset_holds_are_left_to_torch() -> None:
+    """Blocks of tokens are the second axis of a grid; offsets of a slice have 32 bits."""
     from espformer.ops.esp.problem import Problem
     from espformer.ops.esp.triton import _supported
 
-    def supported(queries: int, keys: int) -> bool:
-        query, key = (torch.empty(1, n, 256, device="meta") for n in (queries, keys))
-        return _supported(Problem(query, key), key)
+    def supported(queries: int, keys: int, width: int = 256, slices: int | None = None) -> bool:
+        query, key = (torch.empty(1, n, width, device="meta") for n in (queries, keys))
+        directions = None if slices is None else torch.empty(1, slices, width, device="meta")
+        return _supported(Problem(query, key, slices=directions), key)
 
-    assert supported(5_000_000, 5_000_000)
-    assert supported(4_000_000, 3_000_000)
-    assert not supported(5_000_000, 4_000_000)
-    assert not supported(9_000_000, 9_000_000)
+    assert supported(500_000, 500_000)
+    assert supported(500_000, 300_000)
+    assert not supported(600_000, 600_000)
+    assert supported(2_000_000, 2_000_000, width=64)
+    assert not supported(3_000_000, 3_000_000, width=64)
+    assert supported(500_000, 500_000, width=8, slices=1000)
+    assert not supported(500_000, 500_000, width=8, slices=5000)
