@@ -1,6 +1,7 @@
 """Inputs for the tests of the operator, and comparisons of its outputs and gradients."""
 
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -132,6 +133,20 @@ def _least_spread(x: Tensor, mask: Tensor | None, slices: Tensor | None) -> floa
     mean = (here * points).sum(-2, keepdim=True)
     spread = (here * (points - mean).square()).sum(-2).sqrt()
     return float(spread[spread > 1e-12].min()) if (spread > 1e-12).any() else 1.0
+
+
+def sequence_by_sequence(
+    attention: Any, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor
+) -> Tensor:
+    """The oracle of packed sequences, (tokens, heads, width): a loop over them."""
+    parts = []
+    for (a, b), (c, d) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
+        if b > a and d > c:
+            one = (x.transpose(0, 1).unsqueeze(0) for x in (q[a:b], k[c:d], v[c:d]))
+            parts.append(attention(*one)[0].transpose(0, 1))
+        else:
+            parts.append(v.new_zeros(b - a, *v.shape[1:]))
+    return torch.cat(parts)
 
 
 def cloud(kind: str, *shape: int) -> Tensor:

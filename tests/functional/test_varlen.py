@@ -18,6 +18,7 @@ from espformer.functional import (
 )
 from espformer.ops.common import packing
 from espformer.ops.common.packing import Packing, group_lengths
+from tests.compare import sequence_by_sequence
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, WIDTH, VALUE_WIDTH = 2, 3, 4
@@ -40,23 +41,11 @@ def offsets(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
-def alone(attention: Any, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
-    """The oracle: a loop over sequences."""
-    parts = []
-    for (a, b), (c, d) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
-        if b > a and d > c:
-            one = (x.transpose(0, 1).unsqueeze(0) for x in (q[a:b], k[c:d], v[c:d]))
-            parts.append(attention(*one)[0].transpose(0, 1))
-        else:
-            parts.append(v.new_zeros(b - a, HEADS, v.shape[-1]))
-    return torch.cat(parts)
-
-
 def compare(packed: Any, attention: Any, q_lengths: list[int], k_lengths: list[int]) -> None:
     """Outputs and gradients of a packed call and of a loop over sequences, in float64."""
     leaves = [tokens(q_lengths, WIDTH), tokens(k_lengths, WIDTH), tokens(k_lengths, VALUE_WIDTH)]
     cu = offsets(q_lengths), offsets(k_lengths)
-    found, want = packed(*leaves, *cu), alone(attention, *leaves, *cu)
+    found, want = packed(*leaves, *cu), sequence_by_sequence(attention, *leaves, *cu)
     assert found.shape == want.shape
     torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-10)
     upstream = torch.randn_like(want)
@@ -139,7 +128,7 @@ def test_jagged_nested_tensors(attention: Any) -> None:
     assert out.shape[:2] == (3, HEADS)
     assert out.offsets() is nested[0].offsets()
     found = out.transpose(1, 2).values()
-    want = alone(attention, *leaves, *cu)
+    want = sequence_by_sequence(attention, *leaves, *cu)
     torch.testing.assert_close(found, want)
     upstream = torch.randn_like(want)
     grads = [torch.autograd.grad(x, leaves, upstream) for x in (found, want)]
@@ -162,7 +151,7 @@ def test_packing_of_a_mask_and_of_any_attention() -> None:
     mask = torch.tensor([[True, True, False], [False, False, False], [True, True, True]])
     x = torch.randn(5, HEADS, WIDTH)
     found = Packing.of_mask(mask).attend(softmax_attention, x, x, x)
-    want = alone(softmax_attention, x, x, x, *[offsets([2, 0, 3])] * 2)
+    want = sequence_by_sequence(softmax_attention, x, x, x, *[offsets([2, 0, 3])] * 2)
     torch.testing.assert_close(found, want)
 
 

@@ -1,16 +1,15 @@
 """Packed sequences on the fused kernels, in bfloat16: each as the float64 result of it alone."""
 
 from functools import partial
-from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 
 import espformer
 from espformer.ops.common import packing
+from tests.compare import sequence_by_sequence
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 LENGTHS, KEY_LENGTHS = [70, 0, 197, 33, 1, 512, 64, 180], [70, 3, 150, 33, 1, 600, 0, 200]
 CALLS = {
     "soft": (espformer.esp_attention_varlen, espformer.esp_attention, {}),
@@ -43,21 +42,10 @@ def test_packed_sequences(
         *torch.autograd.grad(out, [q, k, v], upstream, materialize_grads=True, allow_unused=True),
     ]
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    want_out = _alone(partial(attention, **options), *exact, *cu)
+    want_out = sequence_by_sequence(partial(attention, **options), *exact, *cu)
     grads = torch.autograd.grad(
         want_out, exact, upstream.double(), materialize_grads=True, allow_unused=True
     )
     for one, other in zip(got, [want_out, *grads], strict=True):
         error = (one.double() - other).norm() / other.norm().clamp(min=1e-30)
         assert float(error.detach()) <= 6e-3
-
-
-def _alone(attention: Any, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any) -> Any:
-    parts = []
-    for (a, b), (c, d) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
-        if b > a and d > c:
-            one = (x.transpose(0, 1).unsqueeze(0) for x in (q[a:b], k[c:d], v[c:d]))
-            parts.append(attention(*one)[0].transpose(0, 1))
-        else:
-            parts.append(v.new_zeros(b - a, *v.shape[1:]))
-    return torch.cat(parts)

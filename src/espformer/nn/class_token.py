@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from espformer.nn.mechanisms import Mechanism, Softmax
+from espformer.nn.mechanisms import Mechanism, Softmax, Wrapper
 
 __all__ = ["ClassToken"]
 
 
-class ClassToken(Mechanism):
+class ClassToken(Wrapper):
     """The first token attends to all tokens by softmax; the others attend to each other by `base`.
 
     A doubly-stochastic plan gives every token one share of the others' mass, the class token too.
@@ -30,22 +30,8 @@ class ClassToken(Mechanism):
     """
 
     def __init__(self, base: Mechanism) -> None:
-        super().__init__()
-        if not isinstance(base, Mechanism):
-            raise TypeError(
-                "ClassToken: base must be a mechanism such as espformer.nn.ESP(), "
-                f"got {type(base).__name__}"
-            )
-        self.base = base
-        self.has_sort_temperature = base.has_sort_temperature
+        super().__init__(base)
         self.reader = Softmax()
-
-    @property
-    def relative_cost(self) -> float:
-        return self.base.relative_cost
-
-    def build(self, heads: int, head_dim: int, value_dim: int, depth: int) -> None:
-        self.base = self.base.bind(heads, head_dim, value_dim=value_dim, depth=depth)
 
     def forward(
         self,

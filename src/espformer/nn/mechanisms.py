@@ -29,7 +29,7 @@ from espformer import functional
 from espformer.functional.arguments import one_of
 from espformer.functional.baselines import SINKHORN_BACKENDS, check_sinkhorn
 
-__all__ = ["Mechanism", "Sinkhorn", "Softmax"]
+__all__ = ["Mechanism", "Sinkhorn", "Softmax", "Wrapper"]
 
 
 class Mechanism(nn.Module):
@@ -146,6 +146,27 @@ class Mechanism(nn.Module):
                 f"{name}: bound to {self.heads} heads of width {self.head_dim}, got a query of "
                 f"shape {tuple(query.shape)}, which has {query.shape[-3]} of {query.shape[-1]}"
             )
+
+
+class Wrapper(Mechanism):
+    """Base class of mechanisms around another one, `base`, that has the same heads."""
+
+    def __init__(self, base: Mechanism) -> None:
+        super().__init__()
+        if not isinstance(base, Mechanism):
+            raise TypeError(
+                f"{type(self).__name__}: base must be a mechanism such as espformer.nn.ESP(), "
+                f"got {type(base).__name__}"
+            )
+        self.base = base
+        self.has_sort_temperature = base.has_sort_temperature
+
+    @property
+    def relative_cost(self) -> float:
+        return self.base.relative_cost
+
+    def build(self, heads: int, head_dim: int, value_dim: int, depth: int) -> None:
+        self.base = self.base.bind(heads, head_dim, value_dim=value_dim, depth=depth)
 
 
 class Softmax(Mechanism):

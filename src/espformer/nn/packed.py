@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from espformer.nn.mechanisms import Mechanism
+from espformer.nn.mechanisms import Wrapper
 from espformer.ops.common.packing import Packing, cumulative
 
 __all__ = ["Packed"]
 
 
-class Packed(Mechanism):
+class Packed(Wrapper):
     """What `base` gives, without the cost of padding: sequences of similar length go together.
 
     For models that pad, such as those of transformers: ``convert(model, Packed(ESP()))``. Output
@@ -30,23 +30,6 @@ class Packed(Mechanism):
         ...                atol=1e-6)
         True
     """
-
-    def __init__(self, base: Mechanism) -> None:
-        super().__init__()
-        if not isinstance(base, Mechanism):
-            raise TypeError(
-                "Packed: base must be a mechanism such as espformer.nn.ESP(), "
-                f"got {type(base).__name__}"
-            )
-        self.base = base
-        self.has_sort_temperature = base.has_sort_temperature
-
-    @property
-    def relative_cost(self) -> float:
-        return self.base.relative_cost
-
-    def build(self, heads: int, head_dim: int, value_dim: int, depth: int) -> None:
-        self.base = self.base.bind(heads, head_dim, value_dim=value_dim, depth=depth)
 
     def forward(
         self,
