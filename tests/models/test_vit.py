@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from espformer.models import VisionTransformer, build_model
-from espformer.nn import ESP, Softmax
+from espformer.nn import ESP, ClassToken, Softmax
 from tests.models.cases import count_parameters
 
 
@@ -166,3 +166,12 @@ def test_images_of_another_size():
     model = VisionTransformer(image_size=8, patch_size=4, depth=0)
     with pytest.raises(ValueError, match=r"\(batch, 3, 8, 8\), got \(2, 3, 8, 12\)"):
         model(torch.randn(2, 3, 8, 12))
+
+
+def test_a_class_token_reads_by_softmax_unless_told():
+    sizes = {"image_size": 8, "patch_size": 4, "dim": 16, "depth": 1, "heads": 2, "head_dim": 6}
+    mechanism = VisionTransformer(**sizes).blocks[0].attn.mechanism
+    assert isinstance(mechanism, ClassToken)
+    assert isinstance(mechanism.base, ESP)
+    assert isinstance(VisionTransformer(**sizes, pool="mean").blocks[0].attn.mechanism, ESP)
+    assert isinstance(VisionTransformer(**sizes, mechanism=ESP()).blocks[0].attn.mechanism, ESP)
