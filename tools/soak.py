@@ -124,7 +124,8 @@ def main() -> int:
         sorts = isinstance(layer.mechanism, ESP) and not layer.mechanism.options.straight_through
         if sorts and chance.random() < 0.1:
             harden(layer)
-        done = step(layer, optimisers[number], chance, options.device)
+        fewest = 2 if isinstance(layer.mechanism, ClassToken) else 1  # it reads other tokens
+        done = step(layer, optimisers[number], chance, options.device, smallest=(1, fewest))
         if sorts:
             soften(layer)
         steps, tokens = steps + 1, tokens + done
