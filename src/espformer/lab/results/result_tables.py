@@ -278,7 +278,9 @@ def _changed(recipe: Recipe, table: Table, results: list[Result]) -> list[str]:
     """Say which keys are not those of the paper, as far as it tells, or of the recipe."""
     printed = {label for _, label, _ in table.numbers} if table.numbers else set(recipe.mechanisms)
     theirs = DIFFERENCES.get(recipe.name, Differences()).values
-    changed: dict[tuple[str, Any, str, str], list[str]] = defaultdict(list)
+    changed: dict[tuple[str, str, str], dict[str, list[Result]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for result in results:
         label, setting = result["mechanism"], result["setting"]
         if label not in recipe.mechanisms or setting not in recipe.grid.settings:
@@ -292,14 +294,27 @@ def _changed(recipe: Recipe, table: Table, results: list[Result]) -> list[str]:
                 theirs_too = label in printed or not key.startswith("mechanism")
                 told = bool(table.caption) and theirs_too and key.startswith(_TOLD)
                 whose = "the paper" if told else "the recipe"
-                changed[key, str(wanted), str(here), whose].append(label)
+                changed[key, _value(wanted), whose][_value(here)].append(result)
     lines = []
-    for (key, wanted, here, whose), labels in changed.items():
-        which = sorted(set(labels))
-        everyone = len(which) == len({r["mechanism"] for r in results})
-        of = "" if everyone else f" ({_some(which)})"
-        lines.append(f"`{key}` is {here}, {whose} has {wanted}{of}")
+    for (key, wanted, whose), values in changed.items():
+        found = [f"{here}{_only_of(runs, results)}" for here, runs in values.items()]
+        comma = ";" if len(found) > 1 else ","
+        lines.append(f"`{key}` is {_some(found)}{comma} {whose} has {wanted}")
     return lines
+
+
+def _value(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _only_of(some: list[Result], results: list[Result]) -> str:
+    """Name the mechanisms and settings of some results, where they are not those of all."""
+    names = []
+    for field in ("mechanism", "setting"):
+        here = dict.fromkeys(result[field] for result in some)
+        if len(here) != len({result[field] for result in results}):
+            names.append(_some(sorted(here) if field == "mechanism" else here))
+    return f" ({'; '.join(names)})" if names else ""
 
 
 def _some(names: Iterable[str]) -> str:
