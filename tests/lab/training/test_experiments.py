@@ -21,7 +21,8 @@ from espformer.lab.results.figures import plot_experiment, plot_run
 from espformer.lab.results.paper_numbers import DIFFERENCES, TABLES, Number
 from espformer.lab.results.result_files import read_file
 from espformer.lab.results.result_tables import markdown, summarise
-from espformer.lab.training import experiments
+from espformer.lab.training import experiments, timing
+from espformer.lab.training.assemble import load_task
 from espformer.lab.training.experiments import do_all, plan, rough_work, seed_by_seed
 from espformer.lab.training.timing import Estimator
 from espformer.lab.training.trainer import execute
@@ -458,6 +459,21 @@ def test_estimate(recipe):
     assert estimate(missing).seconds is None
     assert "mnist" in estimate(missing).reason
     assert [in_words(s) for s in (5, 100, 7000, 10**6)] == ["5 s", "1.7 min", "1.9 h", "11.6 days"]
+
+
+def test_the_first_step_which_compiles_is_not_part_of_an_estimate(recipe, monkeypatch):
+    losses = []
+    loss = timing._rough_loss
+
+    def slow_at_first(learner, batch):
+        time.sleep(0.0 if losses else 1.0)
+        losses.append(len(batch["inputs"]))
+        return loss(learner, batch)
+
+    monkeypatch.setattr(timing, "_rough_loss", slow_at_first)
+    run = recipe.run("transformer")
+    assert timing._seconds_per_example(run, load_task(run)) < 0.1
+    assert losses[0] == 2, "a small batch"
 
 
 def test_threads_that_the_user_asked_for_are_those_of_the_runs(monkeypatch):

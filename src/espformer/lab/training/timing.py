@@ -295,8 +295,8 @@ def _seconds_per_example(run: TrainingRun, task: Task) -> float | str:
     count, rate = 2, 0.0
     try:
         while count <= most and rate * count / 2 <= _PATIENCE_SECONDS:
-            if device.type == "cuda":
-                step()  # the first step of a size also prepares
+            if count == 2 or device.type == "cuda":
+                step()  # the first step compiles; on a GPU the first of every size prepares
             rate = seconds_per_call(step, device) / count
             count *= 2
     except torch.OutOfMemoryError:
