@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Trains six kinds of attention on handwritten digits (softmax, differential, Sinkhorn, ESP with the
 library's defaults, at the paper's temperature, and learning its temperature) with the same budget,
-lets the temperature of the ESP models fall over further epochs, hardens them, and shows what came
-out: a table here, and one HTML page with curves, attention maps, transport plans and slice weights.
-A few minutes on a laptop; no network."""
+anneals the ESP models over further epochs, hardens them, and shows the results: a table here, and
+one HTML page with curves, attention maps, transport plans and slice weights. It takes a few minutes
+on a laptop and needs no network."""
 
 EPILOG = """\
 examples:
@@ -30,7 +30,7 @@ examples:
   python -m espformer.lab.demo --quick             two epochs each: to see that everything works
   python -m espformer.lab.demo --output elsewhere  another folder
 
-Runs that are finished are kept: the same command again only writes the page."""
+Finished runs are kept: repeating the command only rewrites the page."""
 
 LABELS = (
     "transformer", "difftransformer", "sinkformer", "espformer-spread", "espformer-paper",

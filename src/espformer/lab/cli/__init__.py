@@ -28,15 +28,15 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     add_completion=False,
-    help="Doubly-stochastic attention through Expected Sliced Transport Plans: train, sharpen, "
-    "harden, and re-run the experiments of the paper.",
-    epilog="Begin with: [bold]espformer train digits[/]  (a minute on a laptop, no download). "
+    help="Doubly-stochastic attention through Expected Sliced Transport Plans: train, anneal and "
+    "harden models, and reproduce the experiments of the paper.",
+    epilog="Start with: [bold]espformer train digits[/]  (a minute on a laptop, no download). "
     "Then [bold]espformer harden runs/digits/default/espformer/seed-0[/].",
 )
 
 
 def _version(asked: bool) -> None:
-    """Print the versions that a report of a mistake should begin with."""
+    """Print the versions to include in a bug report."""
     if asked:
         import platform
 
@@ -57,15 +57,15 @@ def _version(asked: bool) -> None:
 def options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Say what this is."),
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the versions."),
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Options of every command; `main` reads --debug wherever it stands."""
+    """Options of every command; `main` accepts --debug at any position."""
 
 
 def flowing(text: str) -> str:
-    """Turn a docstring into help: each paragraph becomes one line for the terminal to break.
+    """Turn a docstring into help: each paragraph becomes one line, wrapped by the terminal.
 
     Example:
         >>> flowing("Draw it.\\n\\n    From a\\n    file.\\n\\n      like this")
@@ -83,7 +83,7 @@ for _command in (
 
 
 def main() -> None:
-    """Run the command line; mistakes are told in words, with --debug also as a traceback."""
+    """Run the command line; errors are printed as a message, with --debug also as a traceback."""
     debug = "--debug" in sys.argv
     sys.argv = [argument for argument in sys.argv if argument != "--debug"]
     remember_command(sys.argv[1:])

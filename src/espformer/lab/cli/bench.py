@@ -1,4 +1,4 @@
-"""`espformer bench`: time the attentions on this machine, and check what is timed."""
+"""`espformer bench`: time the attentions on this machine, and check their results."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,9 +11,11 @@ __all__ = ["bench"]
 def bench(
     suites: Annotated[
         list[str] | None,
-        typer.Argument(help="quick, targets, paper, long or peers; quick if none."),
+        typer.Argument(help="quick, targets, paper, long or peers; quick by default."),
     ] = None,
-    device: Annotated[str, typer.Option(help="cuda or cpu; auto takes a GPU.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="cuda or cpu; auto uses a GPU if there is one.")
+    ] = "auto",
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16, float16 or float32 instead of the suite's.")
     ] = None,
@@ -24,28 +26,30 @@ def bench(
         int | None, typer.Option(min=1, help="Batch × heads instead of the suite's.")
     ] = None,
     width: Annotated[
-        int | None, typer.Option(min=1, help="Of a head, instead of the suite's.")
+        int | None, typer.Option(min=1, help="Head width instead of the suite's.")
     ] = None,
-    operators: Annotated[str | None, typer.Option(help="Keep these, e.g. esp,sinkhorn-3.")] = None,
-    backends: Annotated[str | None, typer.Option(help="Keep these, e.g. triton,flash.")] = None,
+    operators: Annotated[
+        str | None, typer.Option(help="Run only these, e.g. esp,sinkhorn-3.")
+    ] = None,
+    backends: Annotated[str | None, typer.Option(help="Run only these, e.g. triton,flash.")] = None,
     modes: Annotated[
-        str | None, typer.Option(help="Keep these: forward, forward+backward.")
+        str | None, typer.Option(help="Run only these: forward, forward+backward.")
     ] = None,
     shrink: Annotated[
-        int, typer.Option(min=1, help="Divide tokens and heads by this, to try a suite out.")
+        int, typer.Option(min=1, help="Divide tokens and heads by this, for a quick trial.")
     ] = 1,
-    row_seconds: Annotated[float, typer.Option(help="Time for the calls of one row.")] = 3.0,
+    row_seconds: Annotated[float, typer.Option(help="Time budget per row.")] = 3.0,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Directory of CSV, markdown and plot.")
+        Path, typer.Option("--output", "-o", help="Directory for CSV, markdown and plot.")
     ] = Path("benchmarks/results"),
     save: Annotated[bool, typer.Option("--save/--no-save", help="Write the files.")] = True,
 ) -> None:
-    """Time attentions on this machine; a row whose result is wrong has no time.
+    """Time attentions on this machine; rows with wrong results get no time.
 
-    Every row is first compared with float64, output and gradients. Times are medians; on a GPU
-    `milliseconds` is a call as a program makes it, `graph_milliseconds` the same replayed as a
-    CUDA graph, without the launches. Rows that do not fit or take too long say so. Where there is
-    only torch, `python -m espformer.lab.bench` takes the same options.
+    The output and the gradients of every row are first compared with float64. Times are medians.
+    On a GPU, `milliseconds` is the time of a normal call, and `graph_milliseconds` that of a
+    replayed CUDA graph, without launch overhead. Rows that run out of memory or time say so. If
+    only torch is installed, `python -m espformer.lab.bench` takes the same options.
 
     Examples:
 

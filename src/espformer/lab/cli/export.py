@@ -1,4 +1,4 @@
-"""`espformer export`: a trained model as an ONNX file or a program of torch.export."""
+"""`espformer export`: write a trained model as an ONNX file or a torch.export program."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -21,29 +21,32 @@ class Form(StrEnum):
 def export(
     source: Annotated[
         Path,
-        typer.Argument(help="Directory or checkpoint of a run, or a directory of transformers."),
+        typer.Argument(
+            help="Directory or checkpoint of a run, or directory of a transformers model."
+        ),
     ],
     to: Annotated[
-        Path | None, typer.Option("--to", help="The file; SOURCE/model.onnx or .pt2 unless given.")
+        Path | None, typer.Option("--to", help="Output file; by default SOURCE/model.onnx or .pt2.")
     ] = None,
     form: Annotated[
         Form, typer.Option("--format", "-f", help="onnx, or torch for torch.export.")
     ] = Form.onnx,
     soft: Annotated[
         bool,
-        typer.Option("--soft", help="Keep the soft sort, in its dense form: for short sequences."),
+        typer.Option("--soft", help="Keep the soft sort, in dense form; for short sequences."),
     ] = False,
     tolerance: Annotated[
-        float, typer.Option(help="Largest difference of an output from the model's.")
+        float, typer.Option(help="Largest accepted difference from the model's outputs.")
     ] = 1e-4,
     checkpoint: Annotated[
-        Which, typer.Option("--checkpoint", help="Which checkpoint of a run.")
+        Which, typer.Option("--checkpoint", help="Checkpoint of the run to use.")
     ] = Which.last,
 ) -> None:
-    """Write a model as a graph that serves every batch size and length, and check it.
+    """Export a model for any batch size and length, and verify the file.
 
-    ESP attention is hardened: sorts and gathers, which every runtime has. The file's outputs are
-    compared with the model's on random inputs of several sizes; too large a difference is an error.
+    By default ESP attention is hardened, which leaves sorts and gathers that every runtime
+    supports. The outputs of the file are compared with the model's on random inputs of several
+    sizes; too large a difference is an error.
 
     Examples:
 

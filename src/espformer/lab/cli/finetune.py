@@ -1,4 +1,4 @@
-"""`espformer finetune`: another attention in a pre-trained encoder, scored, tuned, scored again."""
+"""`espformer finetune`: swap the attention of a pre-trained encoder, then fine-tune it."""
 
 from pathlib import Path
 from typing import Annotated
@@ -21,24 +21,24 @@ def finetune(
         typer.Option(
             "--attention",
             "-a",
-            help="softmax (the model as it is), sinkhorn, esp, or LABEL={esp: {balance: both}}; "
-            "may be repeated. All of the first three unless given.",
+            help="softmax (the original model), sinkhorn, esp, or LABEL={esp: {balance: both}}; "
+            "may be repeated. By default the first three.",
         ),
     ] = None,
     learning_rate: Annotated[
         list[float] | None,
-        typer.Option("--learning-rate", "-r", help="May be repeated; 1e-4 unless given."),
+        typer.Option("--learning-rate", "-r", help="May be repeated; 1e-4 by default."),
     ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds, e.g. 0,1,2.")] = "0",
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training texts.")] = 2,
-    batch_size: Annotated[int, typer.Option(min=1, help="Texts of a step.")] = 64,
+    epochs: Annotated[int, typer.Option(min=1, help="Training epochs.")] = 2,
+    batch_size: Annotated[int, typer.Option(min=1, help="Batch size.")] = 64,
     anneal_to: Annotated[
         float, typer.Option(help="Sort temperature of ESP at the last step; 0 keeps it constant.")
     ] = 1e-3,
     calibrate: Annotated[
         bool,
         typer.Option(
-            "--calibrate", help="First fit each attention to the original, without labels."
+            "--calibrate", help="First calibrate each attention to the original, without labels."
         ),
     ] = False,
     calibration_steps: Annotated[
@@ -46,11 +46,16 @@ def finetune(
     ] = 200,
     precision: Annotated[str, typer.Option(help="32-true, bf16-mixed, ...")] = "32-true",
     max_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens kept of a text; tweeteval 128, imdb 256.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Truncate texts to this many tokens; by default 128 (tweeteval) or 256 (imdb).",
+        ),
     ] = None,
-    data_dir: Annotated[str | None, typer.Option("--data-dir", help="Where the data are.")] = None,
+    data_dir: Annotated[str | None, typer.Option("--data-dir", help="Data directory.")] = None,
     examples: Annotated[
-        int | None, typer.Option(min=1, help="Only so many texts of each split: to try it out.")
+        int | None,
+        typer.Option(min=1, help="Use only this many texts of each split, to try it out."),
     ] = None,
     jobs: Jobs = 1,
     save: Save = None,
@@ -61,16 +66,16 @@ def finetune(
         typer.Option("--table/--no-table", hidden=True, help="Off in the runs of a comparison."),
     ] = True,
 ) -> None:
-    """Put other attentions into a pre-trained encoder, score it at once, fine-tune, score again.
+    """Swap the attention of a pre-trained encoder; evaluate before and after fine-tuning.
 
-    A linear head is fitted once with the original attention, and all attentions begin with it; so
-    the score before training (plug and play) tells what the swap alone does. Then every attention
-    gets the same steps. For ESP the sort temperature falls on the way, and the result is scored
-    soft and with an exact sort. With --calibrate every attention is first fitted to the outputs of
-    the original on training texts; the score before training is then after it.
+    A linear head is fitted once with the original attention, and all attentions start from it. So
+    the score before training (plug and play) shows the effect of the swap alone. Then every
+    attention is fine-tuned for the same number of steps. For ESP the sort temperature is annealed,
+    and the result is scored soft and with an exact sort. With --calibrate every attention is first
+    fitted to the outputs of the original on training texts, before the score before training.
 
-    Finished runs are kept, interrupted ones go on. The table goes to OUTPUT/NAME/results.md. With
-    --jobs on a GPU, start NVIDIA's MPS first: nvidia-cuda-mps-control -d.
+    Finished runs are kept, and interrupted ones resume. The table goes to OUTPUT/NAME/results.md.
+    With --jobs on a GPU, start NVIDIA's MPS first: nvidia-cuda-mps-control -d.
 
     Examples:
 

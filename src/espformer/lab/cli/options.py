@@ -23,34 +23,36 @@ class Which(StrEnum):
 
 
 RecipeName = Annotated[
-    str, typer.Argument(help="Name of a recipe (see `espformer recipes`) or path of a .yaml.")
+    str, typer.Argument(help="Name of a recipe (see `espformer recipes`) or path to a .yaml file.")
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[KEY.PATH=VALUE]...",
-        help="Values that win over the recipe, e.g. trainer.epochs=5 "
+        help="Override keys of the recipe, e.g. trainer.epochs=5 "
         "mechanism.esp.sort_temperature=0.1 trainer.precision=bf16-mixed",
     ),
 ]
-Output = Annotated[Path, typer.Option("--output", "-o", help="Directory of all runs.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Root directory for runs.")]
 RunPath = Annotated[
     Path, typer.Argument(help="Directory of a run, or one of its checkpoint files.")
 ]
-Checkpoint = Annotated[Which, typer.Option("--checkpoint", help="Which checkpoint of the run.")]
+Checkpoint = Annotated[Which, typer.Option("--checkpoint", help="Checkpoint of the run to use.")]
 DataDirectory = Annotated[
-    str | None, typer.Option("--data-dir", help="Where the data are; as in training if not given.")
+    str | None, typer.Option("--data-dir", help="Data directory; by default that of the training.")
 ]
 ShowProgress = Annotated[
     bool | None,
-    typer.Option("--progress/--no-progress", help="Progress bar; on a terminal by default."),
+    typer.Option(
+        "--progress/--no-progress", help="Show a progress bar; by default on a terminal only."
+    ),
 ]
 
 
-Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs at once; on a GPU under MPS.")]
+Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="Parallel runs; on a GPU use MPS.")]
 Save = Annotated[
     Path | None,
-    typer.Option(help="Also keep the results in this directory, for `espformer results`."),
+    typer.Option(help="Also save the results to this directory, for `espformer results`."),
 ]
 
 

@@ -24,17 +24,19 @@ def plot(
     ],
     source: Annotated[
         list[Path] | None,
-        typer.Argument(help="What to draw it from: see the examples.", metavar="[SOURCE]..."),
+        typer.Argument(help="Input of the figure; see the examples.", metavar="[SOURCE]..."),
     ] = None,
     output: Output = Path("runs"),
     to: Annotated[
         Path | None,
-        typer.Option("--to", help="File of the figure; without .png, .svg or .pdf, all three."),
+        typer.Option(
+            "--to", help="Output file; without .png, .svg or .pdf, all three are written."
+        ),
     ] = None,
-    example: Annotated[int, typer.Option(help="attention: which test example.")] = 0,
-    layer: Annotated[int, typer.Option(help="attention: which layer; -1 is the last.")] = -1,
+    example: Annotated[int, typer.Option(help="attention: index of the test example.")] = 0,
+    layer: Annotated[int, typer.Option(help="attention: index of the layer; -1 is the last.")] = -1,
     data_dir: Annotated[
-        str | None, typer.Option("--data-dir", help="attention: where the data are.")
+        str | None, typer.Option("--data-dir", help="attention: data directory.")
     ] = None,
 ) -> None:
     """Draw a figure of the paper, the curves of a run, or the scores of an experiment.
@@ -66,7 +68,7 @@ def plot(
 
 
 def _check_alone(target: str, sources: list[Path]) -> None:
-    """Refuse a figure without what it is drawn from, and a run or an experiment with it."""
+    """Refuse a figure without its input, and a run or an experiment with one."""
     from espformer.lab.errors import ConfigError
 
     if target == "attention" or target in SAVED:
@@ -146,7 +148,7 @@ def _save(figure: Any, to: Path) -> list[Path]:
 
 
 def _run_or_experiment(target: str, output: Path) -> tuple[Any, Path]:
-    """Return the figure, and where it goes unless told."""
+    """Return the figure and its default path."""
     from espformer.lab.errors import ConfigError, nearest
     from espformer.lab.recipes.recipe import load_recipe, recipe_names
     from espformer.lab.results.collect import collect

@@ -15,14 +15,14 @@ def report(
     to: Annotated[Path, typer.Option("--to", help="The page to write.")] = Path("report.html"),
     title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
     examples: Annotated[
-        str, typer.Option(help="Places of the inputs to show, in the test data.")
+        str, typer.Option(help="Indices of the test examples to show.")
     ] = "0,1,2,3,4,5",
     data_dir: DataDirectory = None,
 ) -> None:
     """Write one HTML page about trained runs: curves, attention maps, softness, slices, plans.
 
-    The page needs no other file and no network. Runs that were annealed (`espformer anneal`) are
-    shown soft, sharp and hard.
+    The page is self-contained and needs no network. Runs that were annealed (`espformer anneal`)
+    are shown soft, annealed and hard.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`espformer reproduce` and `recipes`: whole experiments, and what there is to run."""
+"""`espformer reproduce` and `recipes`: whole experiments, and a list of recipes."""
 
 import os
 from pathlib import Path
@@ -26,27 +26,29 @@ def reproduce(
     ] = None,
     jobs: Jobs = 1,
     only: Annotated[
-        list[str] | None, typer.Option(help="Keep this mechanism or setting; may be repeated.")
+        list[str] | None, typer.Option(help="Run only this mechanism or setting; may be repeated.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would run, and about how long.")
+        bool,
+        typer.Option("--dry-run", help="Show what would run, and about how long it would take."),
     ] = False,
     save: Save = None,
     skip_saved: Annotated[
-        bool, typer.Option("--skip-saved", help="Leave out runs that --save has the results of.")
+        bool, typer.Option("--skip-saved", help="Skip runs with results in the --save directory.")
     ] = False,
     output: Output = Path("runs"),
 ) -> None:
-    """Do all runs of an experiment and put the results beside the paper's.
+    """Execute all runs of an experiment and compare the results with the paper's.
 
-    Finished runs are kept, interrupted ones go on, seed by seed, so that an interrupt leaves whole
-    comparisons. The table goes to OUTPUT/EXPERIMENT/results.md.
+    Finished runs are kept, and interrupted ones resume. Runs are ordered by seed, so that an
+    interruption leaves complete comparisons. The table goes to OUTPUT/EXPERIMENT/results.md.
 
-    Another trainer.epochs stretches the schedule with it: milestones, warm-up and annealing. Runs
-    that these start from keep their own number, unless start.overrides says another.
+    If you change trainer.epochs, the schedule is rescaled: milestones, warm-up and annealing. Runs
+    of another recipe that these start from keep their own epochs; use start.overrides to change
+    them.
 
-    With --jobs on a GPU, start NVIDIA's MPS first (nvidia-cuda-mps-control -d): without it the runs
-    take turns, and each is many times slower. Small models gain much from trainer.cuda_graph=true.
+    With --jobs on a GPU, start NVIDIA's MPS first (nvidia-cuda-mps-control -d). Without it the runs
+    take turns, and each is many times slower. trainer.cuda_graph=true speeds up small models a lot.
 
     Examples:
 
@@ -87,16 +89,16 @@ def do_and_report(
     save: Path | None,
     launcher: "Launch | None" = None,
 ) -> None:
-    """Do the runs of an experiment, then write and print its table, also after an interrupt.
+    """Execute the runs of an experiment, then write and print its table, even if interrupted.
 
-    The results of other experiments, whose runs these start from, are written as well.
+    It also writes the results of other experiments that these runs start from.
     """
     from espformer.lab.machine import revision
     from espformer.lab.recipes.recipe import load_recipe
     from espformer.lab.results.collect import write_report
     from espformer.lab.training.experiments import do_all
 
-    # Runs have the code that is loaded now, whatever is committed while they train.
+    # Runs use the code that is loaded now, whatever is committed while they train.
     os.environ["ESPFORMER_REVISION"] = revision() or ""
     try:
         failed = do_all(work, jobs, Console(), launcher)
@@ -112,7 +114,7 @@ def do_and_report(
 def recipes(
     name: Annotated[str | None, typer.Argument(help="Print this recipe.")] = None,
 ) -> None:
-    """List the recipes, or print one: a file to copy and change.
+    """List the recipes, or print one to copy and edit.
 
     Example:
 
@@ -124,7 +126,7 @@ def recipes(
     if name is not None:
         print(Path(load_recipe(name).origins.file).read_text(encoding="utf-8"), end="")
         return
-    table = Table("recipe", "what it is", "mechanisms", "settings", "runs")
+    table = Table("recipe", "experiment", "mechanisms", "settings", "runs")
     table.columns[0].no_wrap = True
     for known in recipe_names():
         recipe = load_recipe(known)

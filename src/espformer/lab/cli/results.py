@@ -1,4 +1,4 @@
-"""`espformer results`: RESULTS.md out of the files in results/."""
+"""`espformer results`: write RESULTS.md from the files in results/."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,19 +12,19 @@ __all__ = ["results"]
 def results(
     files: Annotated[
         list[Path] | None,
-        typer.Argument(help="Files of results to add first, merged with those that are there."),
+        typer.Argument(help="Results files to merge into the directory first."),
     ] = None,
     directory: Annotated[
-        Path, typer.Option("--directory", "-d", help="Where the files of results are.")
+        Path, typer.Option("--directory", "-d", help="Directory of the results files.")
     ] = Path("results"),
     to: Annotated[Path, typer.Option("--to", help="The page to write.")] = Path("RESULTS.md"),
     check: Annotated[
         bool, typer.Option("--check", help="Write nothing; fail if the page is not up to date.")
     ] = False,
 ) -> None:
-    """Write RESULTS.md from results/*.json: ours beside the paper's, and whether claims held.
+    """Write RESULTS.md from results/*.json: our numbers, the paper's, and verdicts on its claims.
 
-    Figures of these results are drawn again as well, beside their files, where matplotlib is there.
+    If matplotlib is installed, the figures of these results are redrawn next to their files.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`espformer train`, `evaluate`, `anneal` and `harden`: one run and what comes after it."""
+"""`espformer train`, `evaluate`, `anneal` and `harden`: commands for a single run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -23,16 +23,18 @@ def train(
     recipe: RecipeName,
     overrides: Overrides = None,
     mechanism: Annotated[
-        str | None, typer.Option("--mechanism", "-m", help="Label of a mechanism of the recipe.")
+        str | None, typer.Option("--mechanism", "-m", help="Label of a mechanism in the recipe.")
     ] = None,
     setting: Annotated[
-        str | None, typer.Option("--setting", "-s", help="Name of a setting of the recipe.")
+        str | None, typer.Option("--setting", "-s", help="Name of a setting in the recipe.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed; the recipe's first if not given.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed; by default the first of the recipe.")
+    ] = None,
     output: Output = Path("runs"),
     progress: ShowProgress = None,
 ) -> None:
-    """Train one run of a recipe; the same command again goes on where it was interrupted.
+    """Train one run of a recipe; repeat the command to resume an interrupted run.
 
     Examples:
 
@@ -65,12 +67,12 @@ def evaluate(
     checkpoint: Checkpoint = Which.last,
     hard: Annotated[bool, typer.Option("--hard", help="Sort exactly.")] = False,
     sort_temperature: Annotated[
-        float | None, typer.Option(help="Sort with this temperature.")
+        float | None, typer.Option(help="Use this sort temperature.")
     ] = None,
     data_dir: DataDirectory = None,
     progress: ShowProgress = None,
 ) -> None:
-    """Score a checkpoint on the test data, as it was saved or with another sort.
+    """Evaluate a checkpoint on the test data, as saved or with a different sort.
 
     Examples:
 
@@ -98,15 +100,15 @@ def anneal(
     epochs: Annotated[int, typer.Option(min=1, help="Epochs of fine-tuning.")] = 40,
     factor: Annotated[float, typer.Option(help="t ← factor·t before each epoch.")] = 0.8,
     learning_rate: Annotated[
-        float | None, typer.Option(help="Of the fine-tuning; as in training if not given.")
+        float | None, typer.Option(help="Learning rate; by default that of the training.")
     ] = None,
     checkpoint: Checkpoint = Which.last,
     data_dir: DataDirectory = None,
     progress: ShowProgress = None,
 ) -> None:
-    """Fine-tune a trained run while its sort temperature falls, then score it soft and hard.
+    """Fine-tune a run while lowering its sort temperature, then evaluate it soft and hard.
 
-    The work goes to RUN/anneal, and goes on there when it was interrupted.
+    The annealed run is written to RUN/anneal. Repeat the command to resume after an interruption.
 
     Example:
 
@@ -133,7 +135,7 @@ def harden(
     data_dir: DataDirectory = None,
     progress: ShowProgress = None,
 ) -> None:
-    """Switch a trained run to exact sorting, score it both ways, and keep it as hard.ckpt.
+    """Switch a trained run to exact sorting, evaluate it soft and hard, and save it as hard.ckpt.
 
     Example:
 
