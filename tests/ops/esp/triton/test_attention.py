@@ -271,3 +271,35 @@ def test_sizes_that_no_grid_and_no_offset_holds_are_left_to_torch() -> None:
     assert not supported(3_000_000, 3_000_000, width=64)
     assert supported(500_000, 500_000, width=8, slices=1000)
     assert not supported(500_000, 500_000, width=8, slices=5000)
+
+
+@pytest.mark.parametrize("metric", ["absolute", "squared"])
+def test_states_are_made_once_where_they_are_few(
+    monkeypatch: pytest.MonkeyPatch, metric: str
+) -> None:
+    """The backward goes on from those of the forward, and finds what it would find without."""
+    made: list[bool] = []
+    chunk_states = soft_plan.chunk_states
+
+    def counted(*args: Any, **options: Any) -> Any:
+        made.append(options["ties"])
+        return chunk_states(*args, **options)
+
+    monkeypatch.setattr(soft_plan, "chunk_states", counted)
+    q, k, v = torch.randn(3, 1, 1, 19, 2, device=DEVICE).round(decimals=1).unbind()
+    upstream = torch.randn_like(v)
+    found = []
+    for scratch in (1 << 30, 1):
+        monkeypatch.setattr(
+            soft_plan, "SCRATCH_BYTES", dict.fromkeys(("absolute", "squared"), scratch)
+        )
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = espformer.esp_attention(*leaves, metric=metric, backend="triton")
+        found.append([out, *torch.autograd.grad(out, leaves, upstream)])
+    assert made == [True] * 2 + [False, False] + [True, True] * 2  # two slices, one at a time
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    made.clear()
+    with torch.no_grad():
+        espformer.esp_attention(q, k, v, metric=metric, backend="triton")
+    assert not any(made)
