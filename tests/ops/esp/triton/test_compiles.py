@@ -138,6 +138,7 @@ for projected in (False, True):
 for shared, width in ((True, 64), (False, 0)):
     project = dict(SHARED=shared, D=width, BLOCK_N=64, BLOCK_D=64)
     build(back_project_kernel, project, dx_ptr="*bf16")
+    project["SLICES"] = 8
     for kind in ("*i32", "*i64"):
         types = dict(x_ptr="*bf16", y_ptr="*bf16", mask_ptr="*u8", out_ptr=kind, scale="fp32")
         none = {} if shared else dict(y_ptr=None)
