@@ -46,7 +46,9 @@ from espformer.ops.common.custom_op import operator
 from espformer.ops.esp import linear
 from espformer.ops.esp.coupling import Coupling, couple
 from espformer.ops.esp.problem import Problem
+from espformer.ops.esp.triton import narrow_plan
 from espformer.ops.esp.triton.costs import centre_rows, norm_costs
+from espformer.ops.esp.triton.narrow_plan import NarrowPlanKernels
 from espformer.ops.esp.triton.normalise import balanced_scales, row_scales
 from espformer.ops.esp.triton.plan import (
     PLAN_FIELDS,
@@ -493,15 +495,24 @@ def _pairs_at_once(x: Tensor, plan: Plan, backward: bool) -> int:
     return max(1, SCRATCH_BYTES[plan.metric] // max(1, each))
 
 
-def _groups(x: Tensor, plan: Plan, backward: bool = False) -> Iterator[tuple[Group, PlanKernels]]:
-    """Parts of (batch, slices) whose states fit, whole heads or some slices of one, and kernels."""
-    batch, slices, _ = plan.key_points.shape
-    pairs = _pairs_at_once(x, plan, backward)
+def _groups(
+    x: Tensor, plan: Plan, backward: bool = False, with_inv_bandwidth: bool = False
+) -> Iterator[tuple[Group, PlanKernels | NarrowPlanKernels]]:
+    """Parts of (batch, slices) whose scratch fits, whole heads or some slices of one, and kernels.
+
+    `with_inv_bandwidth` says that its gradient is asked for.
+    """
+    batch, slices, ranks = plan.key_points.shape
+    kind: type[PlanKernels | NarrowPlanKernels] = PlanKernels
+    if narrow_plan.fits(plan, x, with_inv_bandwidth):
+        kind, pairs = NarrowPlanKernels, narrow_plan.pairs_at_once(ranks, x, backward)
+    else:
+        pairs = _pairs_at_once(x, plan, backward)
     heads, part = (pairs // slices, slices) if pairs >= slices else (1, pairs)
     for b in range(0, batch, max(1, heads)):
         for l in range(0, slices, max(1, part)):
             group = slice(b, min(b + heads, batch)), slice(l, min(l + part, slices))
-            yield group, PlanKernels(plan.part(group), x.dtype)
+            yield group, kind(plan.part(group), x.dtype)
 
 
 def _room(out: Tensor, group: Group) -> Tensor:
@@ -570,7 +581,8 @@ def keeps_states(value: Tensor, plan: Plan) -> bool:
     if not any(x is not None and x.requires_grad for x in tensors):
         return False
     batch, slices, _ = plan.key_points.shape
-    return batch * slices <= _pairs_at_once(value, plan, backward=True)
+    few = batch * slices <= _pairs_at_once(value, plan, backward=True)
+    return few and not narrow_plan.fits(plan, value)
 
 
 @operator("cross_plans", f"(Tensor query, Tensor key, {PLAN_SCHEMA}) -> Tensor")
@@ -608,7 +620,7 @@ def plans_backward(
     d_value = torch.zeros_like(value, dtype=torch.float32)
     d_upstream = torch.zeros_like(upstream, dtype=torch.float32) if with_upstream else None
     found = PlanGradients.new(plan, not with_upstream, with_inv_bandwidth, with_scales)
-    for group, kernels in _groups(value, plan, backward=True):
+    for group, kernels in _groups(value, plan, True, with_inv_bandwidth):
         rows = _room(d_value, group)
         upstream_rows = None if d_upstream is None else _room(d_upstream, group)
         kernels.grad(
