@@ -89,6 +89,29 @@ def test_widths(width: int, dtype: torch.dtype, metric: str) -> None:
     assert max(errors.values()) <= TOLERANCE[dtype], errors
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"inverse_temperature": 0.0}, id="mean"),
+        pytest.param({"inverse_temperature": 1.0}, id="costs"),
+        pytest.param({"inverse_temperature": 1.0, "balance": "both"}, id="both"),
+        pytest.param({"sort_temperature": 1e-3}, id="sharp"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("queries", "keys", "width"),
+    [(197, 197, 8), (64, 64, 16), (65, 65, 12), (17, 17, 8), (100, 150, 4), (150, 100, 16)],
+)
+def test_narrow_rows(
+    monkeypatch: pytest.MonkeyPatch, queries: int, keys: int, width: int, options: dict[str, Any]
+) -> None:
+    """Recurrences from rank to rank, which are meant for more slices than a test has."""
+    monkeypatch.setattr("espformer.ops.esp.triton.narrow_plan.LEAST_PAIRS", 1)
+    for dtype in (torch.bfloat16, torch.float16):
+        errors = relative_errors(dtype, queries, keys, width, "dense", **options)
+        assert max(errors.values()) <= TOLERANCE[dtype], errors
+
+
 @pytest.mark.parametrize("metric", ["absolute", "squared"])
 @pytest.mark.parametrize("tokens", [1, 16, 63, 64, 65, 81, 96, 129, 180])
 def test_ends_of_chunks(tokens: int, metric: str) -> None:

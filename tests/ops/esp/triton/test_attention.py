@@ -9,7 +9,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import espformer
-from espformer.ops.esp.triton import soft_plan, states
+from espformer.ops.esp.triton import narrow_plan, soft_plan, states
+from espformer.ops.esp.triton.plan import Plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -25,13 +26,15 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gradients(
-    tensors: list[Tensor], upstream: Tensor, masks: dict[str, Tensor], **options: Any
+    tensors: list[Tensor], upstream: Tensor, masks: dict[str, Tensor], learnt: bool, **options: Any
 ) -> list[Tensor]:
+    """The output and the gradient of every tensor; of the temperature if it is learnt."""
     query, key, value, temperature = (x.detach().requires_grad_() for x in tensors)
+    temperature.requires_grad_(learnt)
     out = espformer.esp_attention(
         query, key, value, sort_temperature=temperature, **masks, **options
     )
-    leaves = (query, key, value, temperature)
+    leaves = [x for x in (query, key, value, temperature) if x.requires_grad]
     found = torch.autograd.grad(out, leaves, upstream.to(out), allow_unused=True)
     found = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
     return [out.detach(), *found]
@@ -40,7 +43,7 @@ def gradients(
 def compare(
     queries: int, keys: int, dtype: torch.dtype, tolerance: float, *, batch: int = 2,
     heads: int = 1, width: int = 3, value_width: int = 4, t: float = 0.2,
-    masked: bool = False, **options: Any,
+    masked: bool = False, learnt: bool = True, **options: Any,
 ) -> None:  # fmt: skip
     def tokens(count: int, columns: int) -> Tensor:
         return torch.randn(batch, heads, count, columns, device=DEVICE).to(dtype)
@@ -55,11 +58,11 @@ def compare(
         if queries != keys:
             lengths = torch.tensor([queries] * (batch - 1) + [max(1, queries - 2)], device=DEVICE)
             masks["query_mask"] = torch.arange(queries, device=DEVICE) < lengths[:, None]
-    got = gradients([*tensors, temperature], upstream, masks, backend="triton", **options)
+    got = gradients([*tensors, temperature], upstream, masks, learnt, backend="triton", **options)
     exact = [x.double() for x in (*tensors, temperature)]
-    expected = gradients(exact, upstream, masks, backend="dense", **options)
+    expected = gradients(exact, upstream, masks, learnt, backend="dense", **options)
     assert got[0].dtype == dtype
-    names = ("out", "query", "key", "value", "temperature")
+    names = ("out", "query", "key", "value", "temperature")[: len(got)]
     for name, a, b in zip(names, got, expected, strict=True):
         error = (a.double() - b).norm() / b.norm().clamp(min=1e-2)
         # The temperature's gradient is a sum over pairs of either sign.
@@ -95,6 +98,53 @@ def test_padded_half_precision(options: dict[str, Any]) -> None:
     """float16, whose tokens are sorted as packed words; also with a mask that is a strided view."""
     compare(11, 11, torch.float16, 5e-3, masked=True, **options)
     compare(9, 9, torch.float16, 5e-3, batch=1, heads=2, masked=True, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"inverse_temperature": 0.0}, id="mean"),
+        pytest.param({"inverse_temperature": 1.0}, id="costs"),
+        pytest.param(
+            {"inverse_temperature": 1.0, "balance": "both"}, id="both", marks=pytest.mark.slow
+        ),
+    ],
+)
+@pytest.mark.parametrize("queries", [9, 6], ids=["self", "cross"])
+def test_narrow_rows_of_many_heads(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], queries: int
+) -> None:
+    """Recurrences from rank to rank; for the gradient of a learnt t there are none."""
+    launched: list[str] = []
+    launch = narrow_plan.NarrowPlanKernels._launch
+
+    def counted(self: Any, kernel: Any, *args: Any) -> None:
+        launched.append(kernel.fn.__name__)
+        launch(self, kernel, *args)
+
+    monkeypatch.setattr(narrow_plan, "LEAST_PAIRS", 1)
+    monkeypatch.setattr(narrow_plan.NarrowPlanKernels, "_launch", counted)
+    costs = ["narrow_grad_kernel"] * bool(options["inverse_temperature"])
+    sizes = {"width": 2, "value_width": 5, "masked": queries == 6}
+    compare(queries, 9, torch.float16, 5e-3, learnt=False, **sizes, **options)
+    assert launched == [*costs, "narrow_apply_kernel", "narrow_grad_kernel", *costs]
+
+
+def test_where_recurrences_are_taken() -> None:
+    def fits(heads: int, slices: int, dtype: torch.dtype, width: int = 8, **options: Any) -> bool:
+        points = torch.empty(heads, slices, 197, device="meta")
+        metric = options.pop("metric", "absolute")
+        plan = Plan(*(points,) * 4, points[:, 0, 0], points, None, None, metric)
+        rows = torch.empty(heads, 197, width, dtype=dtype, device="meta")
+        return narrow_plan.fits(plan, rows, **options)
+
+    assert fits(4096, 8, torch.bfloat16)
+    assert fits(4096, 8, torch.float16, width=16)
+    assert not fits(64, 8, torch.bfloat16), "few slices"
+    assert not fits(4096, 8, torch.float32)
+    assert not fits(4096, 8, torch.bfloat16, width=24)
+    assert not fits(4096, 8, torch.bfloat16, metric="squared")
+    assert not fits(4096, 8, torch.bfloat16, with_inv_bandwidth=True)
 
 
 @pytest.mark.parametrize("metric", ["absolute", "squared"])
@@ -271,3 +321,35 @@ def test_sizes_that_no_grid_and_no_offset_holds_are_left_to_torch() -> None:
     assert not supported(3_000_000, 3_000_000, width=64)
     assert supported(500_000, 500_000, width=8, slices=1000)
     assert not supported(500_000, 500_000, width=8, slices=5000)
+
+
+@pytest.mark.parametrize("metric", ["absolute", "squared"])
+def test_states_are_made_once_where_they_are_few(
+    monkeypatch: pytest.MonkeyPatch, metric: str
+) -> None:
+    """The backward goes on from those of the forward, and finds what it would find without."""
+    made: list[bool] = []
+    chunk_states = soft_plan.chunk_states
+
+    def counted(*args: Any, **options: Any) -> Any:
+        made.append(options["ties"])
+        return chunk_states(*args, **options)
+
+    monkeypatch.setattr(soft_plan, "chunk_states", counted)
+    q, k, v = torch.randn(3, 1, 1, 19, 2, device=DEVICE).round(decimals=1).unbind()
+    upstream = torch.randn_like(v)
+    found = []
+    for scratch in (1 << 30, 1):
+        monkeypatch.setattr(
+            soft_plan, "SCRATCH_BYTES", dict.fromkeys(("absolute", "squared"), scratch)
+        )
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = espformer.esp_attention(*leaves, metric=metric, backend="triton")
+        found.append([out, *torch.autograd.grad(out, leaves, upstream)])
+    assert made == [True] * 2 + [False, False] + [True, True] * 2  # two slices, one at a time
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    made.clear()
+    with torch.no_grad():
+        espformer.esp_attention(q, k, v, metric=metric, backend="triton")
+    assert not any(made)

@@ -52,6 +52,7 @@ def strided(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     "name",
     [
         "apply_plans",
+        "apply_plans_keeping_states",
         "cross_plans",
         "row_scales",
         "balanced_scales",
@@ -60,11 +61,12 @@ def strided(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     ],
 )
 def test_soft_operators(name: str) -> None:
-    rows = numbers(1, 6, 4).requires_grad_()
+    rows, weights = numbers(1, 6, 4).requires_grad_(), torch.rand(1, 2, device=DEVICE)
     points, _, order, _, width, scale, *_ = plan()
     lengths = torch.full((1,), 4, device=DEVICE).int()
     calls = {
-        "apply_plans": (soft_plan.apply_plans, (rows, torch.rand(1, 2, device=DEVICE), 6, *plan())),
+        "apply_plans": (soft_plan.apply_plans, (rows, weights, 6, False, *plan())),
+        "apply_plans_keeping_states": (soft_plan.apply_plans, (rows, weights, 6, True, *plan())),
         "cross_plans": (soft_plan.cross_plans, (rows, numbers(1, 6, 4), *plan())),
         "row_scales": (row_scales, (points, lengths, width, "absolute", True)),
         "balanced_scales": (balanced_scales, (points, lengths, width, "absolute", True)),

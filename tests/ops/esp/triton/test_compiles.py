@@ -15,7 +15,10 @@ from triton.compiler import ASTSource, compile
 from espformer.ops.esp.exponentials import ABSOLUTE, GAUSSIAN
 from espformer.ops.esp.triton.costs import centre_grad_kernel, centre_kernel
 from espformer.ops.esp.triton.costs import norm_costs_grad_kernel, norm_costs_kernel
+from espformer.ops.esp.triton.dense_columns import dense_column_kernel, dense_norm_costs_kernel
+from espformer.ops.esp.triton.dense_columns import dense_norm_costs_grad_kernel
 from espformer.ops.esp.triton.hard_plan import compose_kernel, gather_kernel, pair_kernel
+from espformer.ops.esp.triton.narrow_plan import narrow_apply_kernel, narrow_grad_kernel
 from espformer.ops.esp.triton.normalise import BACKWARD, FORWARD, balance_kernel, column_kernel
 from espformer.ops.esp.triton.ranking import back_project_kernel, point_grad_kernel, spread_kernel
 from espformer.ops.esp.triton.soft_plan import apply_kernel, cross_kernel
@@ -29,7 +32,7 @@ import triton.language as tl
 INDICES = {"order_ptr", "key_order_ptr", "query_order_ptr", "index_ptr", "from_ptr", "to_ptr"}
 INDICES |= {"words_ptr", "lengths_ptr"}
 SIZES = {"N", "L", "HEADS", "CHUNKS", "START", "COUNT", "D", "BLOCKS", "STRIDE", "ROWS", "TOKENS"}
-SIZES |= {"KEYS", "QUERIES", "SEGMENTS", "LENGTH", "D8"}
+SIZES |= {"PAIRS", "KEYS", "QUERIES", "SEGMENTS", "LENGTH", "D8"}
 WARPS = 4
 
 
@@ -128,6 +131,27 @@ for table in (ABSOLUTE, GAUSSIAN[4]):
     build(norm_costs_grad_kernel, poles | dict(ATOMIC=False), warps=1)
     ones = dict(ATOMIC=True, in_scale_ptr=None, d_in_scale_ptr=None)
     build(norm_costs_grad_kernel, poles | ones, warps=1)
+blocks = dict(BLOCKS=16, BLOCK_M=32, BLOCK_N=16)
+build(dense_column_kernel, blocks | dict(x_ptr=None, p_ptr=None, slope_ptr=None), warps=1)
+build(dense_column_kernel, blocks | dict(x_ptr=None, lengths_ptr=None), warps=1)
+build(dense_column_kernel, blocks | dict(y_ptr=None, lengths_ptr=None), warps=1)
+build(dense_norm_costs_kernel, blocks | dict(in_scale_ptr=None), warps=1)
+build(dense_norm_costs_grad_kernel, blocks | dict(ATOMIC=False), warps=1)
+ones = dict(ATOMIC=True, in_scale_ptr=None, d_in_scale_ptr=None)
+build(dense_norm_costs_grad_kernel, blocks | ones, warps=1)
+scratch = dict.fromkeys(("w_ptr", "p_ptr", "behind_ptr", "w_behind_ptr", "p_behind_ptr"), "*bf16")
+for width, lanes, rows in ((8, 8, "*bf16"), (0, 16, "*fp16")):
+    narrow = dict(D=width, BLOCK_D=lanes, G=32 // lanes, UNROLL=8)
+    types = scratch | dict(x_ptr=rows, g_ptr=rows)
+    build(narrow_apply_kernel, narrow, warps=1, **types)
+    every = build(narrow_grad_kernel, narrow, warps=1, **types)
+    # Sums with and without ties and a row of x, g, W and P, two points, and the total.
+    walks = [loop.split("->")[1].split("{")[0] for loop in every.asm["ttir"].split("scf.for")[3:]]
+    assert [walk.count("tensor<") for walk in walks] == [15, 14], walks
+    none = dict(weight_ptr=None, w_behind_ptr=None, p_behind_ptr=None, dx_ptr=None, dg_ptr=None)
+    none |= dict(d_key_points_ptr=None, d_query_points_ptr=None, d_mid_scale_ptr=None)
+    none |= dict(d_key_scale_ptr=None, d_query_scale_ptr=None)
+    build(narrow_grad_kernel, narrow | none, warps=1, **types)
 least = dict(LEAST_SIZE=1e-28, LEAST_SHARE=1e-6)
 build(spread_kernel, least | dict(BLOCK=4096), warps=8)
 for projected in (False, True):
@@ -138,6 +162,7 @@ for projected in (False, True):
 for shared, width in ((True, 64), (False, 0)):
     project = dict(SHARED=shared, D=width, BLOCK_N=64, BLOCK_D=64)
     build(back_project_kernel, project, dx_ptr="*bf16")
+    project["SLICES"] = 8
     for kind in ("*i32", "*i64"):
         types = dict(x_ptr="*bf16", y_ptr="*bf16", mask_ptr="*u8", out_ptr=kind, scale="fp32")
         none = {} if shared else dict(y_ptr=None)
@@ -197,4 +222,4 @@ def test_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert len(run.stdout.splitlines()) == 154
+    assert len(run.stdout.splitlines()) == 166

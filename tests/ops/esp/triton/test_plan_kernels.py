@@ -8,7 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from espformer.ops.esp.triton import costs, normalise, states
+from espformer.ops.esp.triton import costs, dense_columns, narrow_plan, normalise, states
+from espformer.ops.esp.triton.narrow_plan import NarrowPlanKernels
 from espformer.ops.esp.triton.plan import Plan
 from espformer.ops.esp.triton.soft_plan import PlanGradients, PlanKernels
 from espformer.ops.esp.triton.states import segment_length
@@ -24,6 +25,16 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(states, "LEAST", 2)
         monkeypatch.setattr(states, "AHEAD", (2, 2))
         monkeypatch.setattr(states, "segment_length", lambda chunks, ahead, scans: ahead)
+        monkeypatch.setattr(dense_columns, "BLOCK_M", 4)
+        monkeypatch.setattr(dense_columns, "BLOCK_N", 2)
+
+
+@pytest.fixture(params=[0, 256], ids=["scans", "dense"])
+def _columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of the squared metric by scans, and by whole rows of κ."""
+    monkeypatch.setattr(dense_columns, "MOST_RANKS", request.param)
+    monkeypatch.setattr(normalise, "BLOCK", 4)
+    monkeypatch.setattr(normalise, "LEAST_BLOCK", 4)
 
 
 CASES = [
@@ -44,6 +55,10 @@ CASES = [
     pytest.param("absolute", 1, 2, 33, 2, 1.0, id="absolute-B1-L2-N33-D2"),
     pytest.param("squared", 1, 1, 33, 2, 1.0, id="squared-B1-L1-N33-D2"),
 ]
+
+
+def is_narrow(metric: str, batch: int, slices: int, ranks: int, width: int, t: float) -> bool:
+    return metric == "absolute" and width <= narrow_plan.MOST_WIDTH
 
 
 class Side:
@@ -87,15 +102,29 @@ def close(got: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize(("metric", "batch", "slices", "ranks", "width", "t"), CASES)
-def test_plans(metric: str, batch: int, slices: int, ranks: int, width: int, t: float) -> None:
+# For recurrences: three programs, of which the last one is not full; a sharp temperature.
+NARROW = [
+    pytest.param("absolute", 3, 3, 16, 8, 0.3, id="absolute-B3-L3-N16-D8"),
+    pytest.param("absolute", 2, 1, 21, 16, 0.02, id="absolute-B2-L1-N21-D16"),
+]
+PLANS = [
+    *((PlanKernels, *case.values) for case in CASES),
+    *((NarrowPlanKernels, *case.values) for case in CASES + NARROW if is_narrow(*case.values)),
+]
+
+
+@pytest.mark.parametrize(("kind", "metric", "batch", "slices", "ranks", "width", "t"), PLANS)
+def test_plans(
+    kind: type[PlanKernels | NarrowPlanKernels],
+    metric: str, batch: int, slices: int, ranks: int, width: int, t: float,
+) -> None:  # fmt: skip
     keys, queries = (Side(metric, batch, slices, ranks, width, t) for _ in range(2))
     weight = torch.rand(batch, slices, device=DEVICE)
     plan = Plan(
         queries.points, keys.points, queries.order.int(), keys.order.int(), keys.rates,
         queries.scale * keys.scale, keys.factor, queries.factor, metric,
     )  # fmt: skip
-    plans = PlanKernels(plan, torch.float32)
+    plans = kind(plan, torch.float32)
     x, g = keys.ranked(), queries.ranked()
     y, z = keys.matrix @ x, queries.matrix @ g
     scale = (keys.scale * queries.scale).double().unsqueeze(-1)
@@ -105,9 +134,11 @@ def test_plans(metric: str, batch: int, slices: int, ranks: int, width: int, t: 
     plans.apply(keys.rows, weight, out)
     expected = queries.to_tokens(queries.matrix @ w, weight)
     close(out, expected)
-    by_slice = torch.zeros(batch, slices, ranks, width, device=DEVICE)
-    plans.apply(keys.rows, weight, by_slice)
-    close(by_slice.sum(1), expected)
+    narrow = kind is NarrowPlanKernels
+    if not narrow:
+        by_slice = torch.zeros(batch, slices, ranks, width, device=DEVICE)
+        plans.apply(keys.rows, weight, by_slice)
+        close(by_slice.sum(1), expected)
 
     totals = (w * z).sum((-2, -1))
     crossed = torch.full_like(weight, torch.nan)
@@ -116,7 +147,8 @@ def test_plans(metric: str, batch: int, slices: int, ranks: int, width: int, t: 
 
     dx, dg = torch.zeros_like(keys.rows), torch.zeros_like(queries.rows)
     ranked = torch.full((5, batch, slices, ranks), torch.nan, device=DEVICE).unbind()
-    found = PlanGradients(*torch.full((2, *weight.shape), torch.nan, device=DEVICE), *ranked)
+    totals_found, d_inv_bandwidth = torch.full((2, *weight.shape), torch.nan, device=DEVICE)
+    found = PlanGradients(totals_found, None if narrow else d_inv_bandwidth, *ranked)
     plans.grad(queries.rows, keys.rows, weight, dx, dg, found)
     each = weight.double().unsqueeze(-1)
     dots = (y * z).sum(-1) * each
@@ -126,21 +158,20 @@ def test_plans(metric: str, batch: int, slices: int, ranks: int, width: int, t: 
     close(found.weight, totals)
     close(found.key_points, keys.slopes(x, p) * each)
     close(found.query_points, queries.slopes(g, w) * each)
-    stretch = (keys.points * found.key_points + queries.points * found.query_points).sum(-1)
-    close(found.inv_bandwidth, stretch.double() / keys.rates.double().view(-1, 1))
+    if not narrow:
+        stretch = (keys.points * found.key_points + queries.points * found.query_points).sum(-1)
+        close(d_inv_bandwidth, stretch.double() / keys.rates.double().view(-1, 1))
     close(found.mid_scale, dots)
     close(ranked[3], (x * kp).sum(-1) * each / keys.factor)
     close(ranked[4], (g * kw).sum(-1) * each / queries.factor)
 
 
 @pytest.mark.parametrize(("metric", "batch", "slices", "ranks", "width", "t"), CASES)
+@pytest.mark.usefixtures("_columns")
 def test_slopes_of_columns(
-    monkeypatch: pytest.MonkeyPatch,
-    metric: str, batch: int, slices: int, ranks: int, width: int, t: float,
-) -> None:  # fmt: skip
+    metric: str, batch: int, slices: int, ranks: int, width: int, t: float
+) -> None:
     """One number per rank, through several blocks, with ties within and across them."""
-    monkeypatch.setattr(normalise, "BLOCK", 4)
-    monkeypatch.setattr(normalise, "LEAST_BLOCK", 4)
     side = Side(metric, batch, slices, ranks, width, t)
     x, p = torch.randn(2, batch, slices, ranks, device=DEVICE).unbind()
     inv_bandwidth = side.rates
@@ -163,6 +194,7 @@ def test_faint_forces() -> None:
     )
 
 
+@pytest.mark.usefixtures("_columns")
 @pytest.mark.parametrize("balanced", [False, True], ids=["rows", "balanced"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["added", "by slice"])
 @pytest.mark.parametrize(("metric", "t"), [("absolute", 0.3), ("squared", 0.1)])
@@ -170,8 +202,6 @@ def test_norm_costs(
     monkeypatch: pytest.MonkeyPatch, metric: str, t: float, deterministic: bool, balanced: bool
 ) -> None:
     """Squared norms through several blocks, with ties, and the gradient of everything."""
-    monkeypatch.setattr(normalise, "BLOCK", 4)
-    monkeypatch.setattr(normalise, "LEAST_BLOCK", 4)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     batch, slices, ranks = 2, 3, 11
     side = Side(metric, batch, slices, ranks, 1, t)
@@ -198,12 +228,11 @@ def test_norm_costs(
     close(slope, side.slopes(x.detach().unsqueeze(-1), p.unsqueeze(-1)))
 
 
+@pytest.mark.usefixtures("_columns")
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-@pytest.mark.parametrize(("metric", "t"), [("absolute", 0.3), ("squared", 0.1)])
-def test_row_scales(monkeypatch: pytest.MonkeyPatch, metric: str, t: float, padded: bool) -> None:
+@pytest.mark.parametrize(("metric", "t"), [("absolute", 0.3), ("squared", 0.1), ("squared", 1e-2)])
+def test_row_scales(metric: str, t: float, padded: bool) -> None:
     """What makes a soft sort row-stochastic, and its gradient; padding neither gives nor takes."""
-    monkeypatch.setattr(normalise, "BLOCK", 4)
-    monkeypatch.setattr(normalise, "LEAST_BLOCK", 4)
     side = Side(metric, 2, 2, 7, 1, t)
     lengths = torch.tensor([5, 7] if padded else [7, 7], dtype=torch.int32, device=DEVICE)
     present = (torch.arange(7, device=DEVICE) < lengths.view(2, 1, 1)).double().unsqueeze(-1)

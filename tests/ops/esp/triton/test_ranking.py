@@ -68,11 +68,14 @@ def test_points_order_and_gradients(
     dtype: torch.dtype, sliced: str, masked: bool, in_spreads: bool
 ) -> None:
     """The points are those of the order that was found, which sorts them, stably."""
+    if DEVICE == "cpu" and sliced == "shared" and (dtype == torch.float32 or masked):
+        pytest.skip("slow in the interpreter, and like its neighbours")
     width = 24 if sliced == "own" else 5  # a width that kernels are told when they are launched
     x, mask = tokens(dtype, width, masked)
     slices = None
     if sliced != "axes":
-        slices = torch.randn(2 if sliced == "own" else 1, 3, width, device=DEVICE)
+        count = 3 if sliced == "own" else 9  # more than are projected on at once
+        slices = torch.randn(2 if sliced == "own" else 1, count, width, device=DEVICE)
         slices[:, 0] = 0  # ties
         slices[:, 0, 2] = 1
         slices.requires_grad_()

@@ -22,6 +22,7 @@ from torch import Tensor
 from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
 from espformer.ops.common.sizes import ceil_div, power_of_2, width_arguments
+from espformer.ops.esp.triton import dense_columns
 from espformer.ops.esp.triton.normalise import (
     bandwidth_gradient,
     block_ranks,
@@ -30,16 +31,7 @@ from espformer.ops.esp.triton.normalise import (
     scan_block,
     zero_carry,
 )
-from espformer.ops.esp.triton.primitives import program_rows
-
-
-@triton.jit
-def load_squares(square_ptr, order_ptr, in_scale_ptr, at, n, inside):
-    """Squares of the tokens at ranks n, times the scales of these ranks."""
-    x = tl.load(square_ptr + tl.load(order_ptr + n, mask=inside, other=0), mask=inside, other=0.0)
-    if in_scale_ptr is not None:
-        x *= tl.load(in_scale_ptr + at + n, mask=inside, other=0.0)
-    return x
+from espformer.ops.esp.triton.primitives import load_squares, program_rows
 
 
 @triton.jit(do_not_specialize=("L",))
@@ -93,8 +85,8 @@ def norm_costs_grad_kernel(
     d_square_ptr,  # (B, N) if ATOMIC, else (B, L, N): every slice its own; by token
     d_out_scale_ptr,  # (B, L, N) float32
     d_in_scale_ptr,  # (B, L, N) float32, or None
-    mass_ptr,  # (B, L, N) float32: room for upstream · κ out_scale
     slope_ptr,  # (B, L, N) float32: the gradient of the points
+    mass_ptr,  # (B, L, N) float32: room for upstream · κ out_scale
     N, L, ATOMIC: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr,
     COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -156,10 +148,13 @@ def norm_costs(
     """``Σ_n out_scale[l, n] · (κ_l (in_scale_l · square[order_l]))_n``: (batch, L)."""
     batch, slices, _ = order.shape
     out = square.new_empty(batch, slices)
-    norm_costs_kernel[(batch * slices,)](
-        square, order, out_scale, in_scale, points, inv_bandwidth, out,
-        **column_config(points, metric, fp32_rows),
-    )  # fmt: skip
+    arguments = square, order, out_scale, in_scale, points, inv_bandwidth, out
+    if dense_columns.fits(points, metric):
+        dense_columns.dense_norm_costs_kernel[(batch * slices,)](
+            *arguments, **dense_columns.config(points)
+        )
+    else:
+        norm_costs_kernel[(batch * slices,)](*arguments, **column_config(points, metric, fp32_rows))
     return out
 
 
@@ -177,13 +172,21 @@ def norm_costs_backward(
     batch, slices, _ = order.shape
     atomic = not torch.are_deterministic_algorithms_enabled()
     d_square = torch.zeros_like(square) if atomic else torch.empty_like(points)
-    d_out_scale, slope, mass = (torch.empty_like(points) for _ in range(3))
+    d_out_scale, slope = (torch.empty_like(points) for _ in range(2))
     d_in_scale = points.new_empty(0 if in_scale is None else points.shape)
-    norm_costs_grad_kernel[(batch * slices,)](
+    arguments = (
         upstream, square, order, out_scale, in_scale, points, inv_bandwidth, d_square, d_out_scale,
-        None if in_scale is None else d_in_scale, mass, slope, ATOMIC=atomic,
-        **column_config(points, metric, fp32_rows),
+        None if in_scale is None else d_in_scale, slope,
     )  # fmt: skip
+    if dense_columns.fits(points, metric):
+        dense_columns.dense_norm_costs_grad_kernel[(batch * slices,)](
+            *arguments, ATOMIC=atomic, **dense_columns.config(points)
+        )
+    else:
+        norm_costs_grad_kernel[(batch * slices,)](
+            *arguments, torch.empty_like(points), ATOMIC=atomic,
+            **column_config(points, metric, fp32_rows),
+        )  # fmt: skip
     return d_square if atomic else d_square.sum(1), d_out_scale, d_in_scale, slope
 
 

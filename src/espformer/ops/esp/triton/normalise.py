@@ -42,7 +42,8 @@ from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import Operator, operator
 from espformer.ops.common.sizes import power_of_2
 from espformer.ops.esp.balancing import chebyshev_exponents
-from espformer.ops.esp.triton.primitives import exponential_table, rotation
+from espformer.ops.esp.triton import dense_columns
+from espformer.ops.esp.triton.primitives import exponential_table, operands, rotation
 
 # Ranks that a scan takes at once: four warps' worth, or where there are so many scans that one warp
 # each fills the GPU, one's, which needs no barriers.
@@ -241,22 +242,6 @@ def scan_block(
 
 
 @triton.jit
-def operands(x_ptr, p_ptr, y_ptr, n, inside, length):
-    """u and x of :func:`scan_pole` at ranks n."""
-    if x_ptr is not None:
-        x = tl.load(x_ptr + n, mask=inside, other=0.0)
-        u = x if p_ptr is None else tl.load(p_ptr + n, mask=inside, other=0.0)
-    elif p_ptr is None:
-        x = tl.where(inside & (n < length), 1.0, 0.0)
-        u = x
-    else:
-        scale = tl.load(y_ptr + n, mask=inside, other=0.0)
-        x = tl.where(scale == 0.0, 0.0, 1.0)
-        u = tl.load(p_ptr + n, mask=inside, other=0.0) * (-scale * scale)
-    return u, x
-
-
-@triton.jit
 def scan_pole(
     points_ptr, x_ptr, p_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N, pole,
     REVERSE: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
@@ -356,15 +341,25 @@ def column_config(points: Tensor, metric: str, fp32_rows: bool) -> dict[str, Any
     }  # fmt: skip
 
 
+def _launch_column(
+    x: Tensor | None, p: Tensor | None, points: Tensor, lengths: Tensor | None,
+    inv_bandwidth: Tensor, y: Tensor | None, slope: Tensor | None, metric: str, fp32_rows: bool,
+) -> None:  # fmt: skip
+    """Normalisers or a slope of every slice, by scans or by whole rows of κ."""
+    grid = (points.shape[0] * points.shape[1],)
+    arguments = x, p, points, lengths, inv_bandwidth, y, slope
+    if dense_columns.fits(points, metric):
+        dense_columns.dense_column_kernel[grid](*arguments, **dense_columns.config(points))
+    else:
+        column_kernel[grid](*arguments, **column_config(points, metric, fp32_rows))
+
+
 def sorted_slope(
     p: Tensor, x: Tensor, points: Tensor, inv_bandwidth: Tensor, metric: str, fp32_rows: bool
 ) -> Tensor:
     """``p · κ'x + x · κ'p``: the gradient of ``pᵀ κ x`` in the points."""
     slope = torch.empty_like(points)
-    column_kernel[(points.shape[0] * points.shape[1],)](
-        x, p, points, None, inv_bandwidth, None, slope,
-        **column_config(points, metric, fp32_rows),
-    )  # fmt: skip
+    _launch_column(x, p, points, None, inv_bandwidth, None, slope, metric, fp32_rows)
     return slope
 
 
@@ -411,10 +406,7 @@ def row_scales(
 ) -> Tensor:
     """One over ``κ 1``, what makes a soft sort row-stochastic, (batch, L, N); zero at padding."""
     y = torch.empty_like(points)
-    column_kernel[(points.shape[0] * points.shape[1],)](
-        None, None, points, lengths, inv_bandwidth, y, None,
-        **column_config(points, metric, fp32_rows),
-    )  # fmt: skip
+    _launch_column(None, None, points, lengths, inv_bandwidth, y, None, metric, fp32_rows)
     return y
 
 
@@ -425,10 +417,7 @@ def row_scales_backward(
 ) -> Tensor:  # fmt: skip
     """The gradient of the points."""
     slope = torch.empty_like(points)
-    column_kernel[(points.shape[0] * points.shape[1],)](
-        None, upstream, points, None, inv_bandwidth, scales, slope,
-        **column_config(points, metric, fp32_rows),
-    )  # fmt: skip
+    _launch_column(None, upstream, points, None, inv_bandwidth, scales, slope, metric, fp32_rows)
     return slope
 
 

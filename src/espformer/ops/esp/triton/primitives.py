@@ -294,6 +294,31 @@ def add_rows(
 
 
 @triton.jit
+def load_squares(square_ptr, order_ptr, in_scale_ptr, at, n, inside):
+    """Squares of the tokens at ranks n, times the scales of these ranks."""
+    x = tl.load(square_ptr + tl.load(order_ptr + n, mask=inside, other=0), mask=inside, other=0.0)
+    if in_scale_ptr is not None:
+        x *= tl.load(in_scale_ptr + at + n, mask=inside, other=0.0)
+    return x
+
+
+@triton.jit
+def operands(x_ptr, p_ptr, y_ptr, n, inside, length):
+    """u and x at ranks n: of a column whose normalisers, or whose slope, is asked for."""
+    if x_ptr is not None:
+        x = tl.load(x_ptr + n, mask=inside, other=0.0)
+        u = x if p_ptr is None else tl.load(p_ptr + n, mask=inside, other=0.0)
+    elif p_ptr is None:
+        x = tl.where(inside & (n < length), 1.0, 0.0)
+        u = x
+    else:
+        scale = tl.load(y_ptr + n, mask=inside, other=0.0)
+        x = tl.where(scale == 0.0, 0.0, 1.0)
+        u = tl.load(p_ptr + n, mask=inside, other=0.0) * (-scale * scale)
+    return u, x
+
+
+@triton.jit
 def point_at(points_ptr, n, N):
     """The point at rank n, clamped to the sequence."""
     return tl.load(points_ptr + tl.maximum(tl.minimum(n, N - 1), 0))

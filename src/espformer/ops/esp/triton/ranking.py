@@ -142,7 +142,7 @@ def back_project_kernel(
     if not SHARED:
         slices_ptr += batch * L * WIDTH
     dx = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for l in range(L):
+    for l in range(L):  # not unrolled: that would spill
         theta = tl.load(slices_ptr + l * WIDTH + d, mask=d < WIDTH, other=0.0)
         dx += tl.load(dp_ptr + l * N + n, mask=n < N, other=0.0)[:, None] * theta[None, :]
     inside = (n[:, None] < N) & (d[None, :] < WIDTH)

@@ -46,7 +46,9 @@ from espformer.ops.common.custom_op import operator
 from espformer.ops.esp import linear
 from espformer.ops.esp.coupling import Coupling, couple
 from espformer.ops.esp.problem import Problem
+from espformer.ops.esp.triton import narrow_plan
 from espformer.ops.esp.triton.costs import centre_rows, norm_costs
+from espformer.ops.esp.triton.narrow_plan import NarrowPlanKernels
 from espformer.ops.esp.triton.normalise import balanced_scales, row_scales
 from espformer.ops.esp.triton.plan import (
     PLAN_FIELDS,
@@ -79,6 +81,8 @@ from espformer.ops.esp.triton.primitives import (
 )
 from espformer.ops.esp.triton.ranking import masked_lengths, rank_points
 from espformer.ops.esp.triton.states import Chunks, chunk_states
+
+States = tuple[Tensor | None, Tensor | None]  # of x for κ_k, and of W for κ_q
 
 # More leave the second-level cache, fewer take more launches.
 SCRATCH_BYTES = {"absolute": 80 << 20, "squared": 160 << 20}
@@ -371,10 +375,14 @@ class PlanKernels:
         self.plan = plan
         self.chunks = Chunks.of(plan.key_points, plan.metric, dtype)
 
-    def apply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        """Adds ``Σ_l weight_l plan_l x`` to `out`, or to a row per slice if it has slices."""
-        states = chunk_states(self.chunks, self.plan, x, through=True, ties=False)
-        self._apply(self.plan, x, weight, states, out)
+    def apply(self, x: Tensor, weight: Tensor, out: Tensor, ties: bool = False) -> States:
+        """Adds ``Σ_l weight_l plan_l x`` to `out`, or to a row per slice if it has slices.
+
+        Returns the states of x; with those of `ties` :meth:`grad` can go on from them.
+        """
+        states = chunk_states(self.chunks, self.plan, x, through=True, ties=ties)
+        self._apply(self.plan, x, weight, states, out, ties=ties)
+        return states
 
     def cross(self, g: Tensor, x: Tensor, out: Tensor) -> None:
         """``⟨g, plan_l x⟩`` of every slice to `out`, (batch, L)."""
@@ -394,11 +402,12 @@ class PlanKernels:
 
     def grad(
         self, g: Tensor, x: Tensor, weight: Tensor, dx: Tensor, dg: Tensor | None,
-        found: PlanGradients,
+        found: PlanGradients, x_states: States | None = None,
     ) -> None:  # fmt: skip
         """Gradients of ``Σ_l weight_l ⟨g, plan_l x⟩``: adds to dx and dg, writes to `found`."""
         chunks, plan, transposed = self.chunks, self.plan, self.plan.transposed()
-        x_states = chunk_states(chunks, plan, x, through=True, ties=True)
+        if x_states is None:
+            x_states = chunk_states(chunks, plan, x, through=True, ties=True)
         g_states = chunk_states(chunks, transposed, g, through=True, ties=True)
         totals = None if found.weight is None else chunks.by_chunk(found.weight)
         by_chunk = of_queries = of_keys = None
@@ -424,11 +433,11 @@ class PlanKernels:
                 found.inv_bandwidth.addcmul_(weight, across)
 
     def _apply(
-        self, plan: Plan, x: Tensor, weight: Tensor,
-        states: tuple[Tensor | None, Tensor | None], out: Tensor | None, g: Tensor | None = None,
-        g_states: Tensor | None = None, *, d_points: Tensor | None = None,
-        d_query_scale: Tensor | None = None, d_mid_scale: Tensor | None = None,
-        totals: Tensor | None = None, d_inv_bandwidth: Tensor | None = None,
+        self, plan: Plan, x: Tensor, weight: Tensor, states: States, out: Tensor | None,
+        g: Tensor | None = None, g_states: Tensor | None = None, *,
+        d_points: Tensor | None = None, d_query_scale: Tensor | None = None,
+        d_mid_scale: Tensor | None = None, totals: Tensor | None = None,
+        d_inv_bandwidth: Tensor | None = None, ties: bool = True,
     ) -> None:  # fmt: skip
         """The plan from keys to queries, and with g its gradients on the side of the queries."""
         name = "rows"
@@ -443,7 +452,7 @@ class PlanKernels:
             plan.query_scale, plan.query_points, plan.mid_scale, self.chunks.table,
             plan.inv_bandwidth, weight, *states, out, g, g_states, d_points, d_query_scale,
             d_mid_scale, totals, d_inv_bandwidth, KEYS=x.shape[-2], QUERIES=rows.shape[-2],
-            ROWS=self.chunks.state_rows(ties=g is not None), ATOMIC=out is None or out.dim() == 3,
+            ROWS=self.chunks.state_rows(ties), ATOMIC=out is None or out.dim() == 3,
         )  # fmt: skip
 
     def _across_chunks(self, points: Tensor, x: Tensor | None, y: Tensor | None) -> Tensor:
@@ -479,17 +488,31 @@ class PlanKernels:
         return left, right
 
 
-def _groups(x: Tensor, plan: Plan, backward: bool = False) -> Iterator[tuple[Group, PlanKernels]]:
-    """Parts of (batch, slices) whose states fit, whole heads or some slices of one, and kernels."""
-    batch, slices, _ = plan.key_points.shape
+def _pairs_at_once(x: Tensor, plan: Plan, backward: bool) -> int:
+    """How many slices of heads have states that fit."""
     chunks = Chunks.of(plan.key_points, plan.metric, x.dtype)
     each = chunks.scratch_bytes(x.shape[-1], backward)
-    pairs = max(1, SCRATCH_BYTES[plan.metric] // max(1, each))
+    return max(1, SCRATCH_BYTES[plan.metric] // max(1, each))
+
+
+def _groups(
+    x: Tensor, plan: Plan, backward: bool = False, with_inv_bandwidth: bool = False
+) -> Iterator[tuple[Group, PlanKernels | NarrowPlanKernels]]:
+    """Parts of (batch, slices) whose scratch fits, whole heads or some slices of one, and kernels.
+
+    `with_inv_bandwidth` says that its gradient is asked for.
+    """
+    batch, slices, ranks = plan.key_points.shape
+    kind: type[PlanKernels | NarrowPlanKernels] = PlanKernels
+    if narrow_plan.fits(plan, x, with_inv_bandwidth):
+        kind, pairs = NarrowPlanKernels, narrow_plan.pairs_at_once(ranks, x, backward)
+    else:
+        pairs = _pairs_at_once(x, plan, backward)
     heads, part = (pairs // slices, slices) if pairs >= slices else (1, pairs)
     for b in range(0, batch, max(1, heads)):
         for l in range(0, slices, max(1, part)):
             group = slice(b, min(b + heads, batch)), slice(l, min(l + part, slices))
-            yield group, PlanKernels(plan.part(group), x.dtype)
+            yield group, kind(plan.part(group), x.dtype)
 
 
 def _room(out: Tensor, group: Group) -> Tensor:
@@ -508,20 +531,58 @@ def _collect(out: Tensor, group: Group, rows: Tensor) -> None:
         out[group[0]] += rows.sum(1)
 
 
-@operator("apply_plans", f"(Tensor value, Tensor weight, SymInt queries, {PLAN_SCHEMA}) -> Tensor")
-def apply_plans(value: Tensor, weight: Tensor, queries: int, *flat: Any) -> Tensor:
-    """``Σ_l weight_l A_lᵀ B_l V``, (batch, queries, d), in the dtype of `value`; a flat plan."""
+@operator(
+    "apply_plans",
+    f"(Tensor value, Tensor weight, SymInt queries, bool keep_states, {PLAN_SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+def apply_plans(
+    value: Tensor, weight: Tensor, queries: int, keep_states: bool, *flat: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``Σ_l weight_l A_lᵀ B_l V``, (batch, queries, d), in the dtype of `value`; a flat plan.
+
+    With `keep_states`, which is for plans that are one group, also the states of V, which the
+    backward need not make again; else they are empty.
+    """
     out = value.new_zeros(value.shape[0], queries, value.shape[-1], dtype=torch.float32)
-    for group, kernels in _groups(value, Plan(*flat)):
+    states: States = (None, None)
+    for group, kernels in _groups(value, Plan(*flat), backward=keep_states):
         rows = _room(out, group)
-        kernels.apply(value[group[0]], weight[group], rows)
+        states = kernels.apply(value[group[0]], weight[group], rows, ties=keep_states)
         _collect(out, group, rows)
-    return out.to(value.dtype)
+    kept = states if keep_states else (None, None)
+    x_states, w_states = (value.new_empty(0) if x is None else x for x in kept)
+    return out.to(value.dtype), x_states, w_states
 
 
 @apply_plans.register_fake
-def _(value: Tensor, weight: Tensor, queries: int, *_: Any) -> Tensor:
-    return value.new_empty(value.shape[0], queries, value.shape[-1])
+def _(
+    value: Tensor, weight: Tensor, queries: int, keep_states: bool, *flat: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    out = value.new_empty(value.shape[0], queries, value.shape[-1])
+    plan = Plan(*flat)
+    chunks = Chunks.of(plan.key_points, plan.metric, value.dtype)
+    rows = chunks.state_rows(ties=True) if keep_states else 0
+    if rows == 0:
+        return out, value.new_empty(0), value.new_empty(0)
+    shape = (chunks.batch, chunks.slices, chunks.count, rows, value.shape[-1])
+    states = value.new_empty(shape, dtype=chunks.state_dtype())
+    return out, states, torch.empty_like(states)
+
+
+def keeps_states(value: Tensor, plan: Plan) -> bool:
+    """Whether the states of the forward are kept: if somebody differentiates, and they are few.
+
+    A compiler, for which sizes may be unknown, makes them again.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    tensors = (value, *plan.tensors())
+    if not any(x is not None and x.requires_grad for x in tensors):
+        return False
+    batch, slices, _ = plan.key_points.shape
+    few = batch * slices <= _pairs_at_once(value, plan, backward=True)
+    return few and not narrow_plan.fits(plan, value)
 
 
 @operator("cross_plans", f"(Tensor query, Tensor key, {PLAN_SCHEMA}) -> Tensor")
@@ -541,28 +602,30 @@ def _(query: Tensor, key: Tensor, query_points: Tensor, *_: Any) -> Tensor:
 
 @operator(
     "plans_backward",
-    f"(Tensor upstream, Tensor weight, Tensor value, bool with_upstream, bool with_scales, "
-    f"bool with_inv_bandwidth, {PLAN_SCHEMA}) -> Tensor[]",
+    f"(Tensor upstream, Tensor weight, Tensor value, Tensor? x_states, Tensor? w_states, "
+    f"bool with_upstream, bool with_scales, bool with_inv_bandwidth, {PLAN_SCHEMA}) -> Tensor[]",
 )
 def plans_backward(
-    upstream: Tensor, weight: Tensor, value: Tensor, with_upstream: bool, with_scales: bool,
-    with_inv_bandwidth: bool, *flat: Any,
+    upstream: Tensor, weight: Tensor, value: Tensor, x_states: Tensor | None,
+    w_states: Tensor | None, with_upstream: bool, with_scales: bool, with_inv_bandwidth: bool,
+    *flat: Any,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of ``Σ_l weight_l ⟨upstream, plan_l V⟩``, for a flat plan.
 
-    Returns dV, the gradient of `upstream`, and flat `PlanGradients`; what is not there is empty.
-    The gradients of `upstream` and of the weight exclude each other.
+    States of V, where there are any, are those that :func:`apply_plans` kept. Returns dV, the
+    gradient of `upstream`, and flat `PlanGradients`; what is not there is empty. The gradients of
+    `upstream` and of the weight exclude each other.
     """
     plan = Plan(*flat)
     d_value = torch.zeros_like(value, dtype=torch.float32)
     d_upstream = torch.zeros_like(upstream, dtype=torch.float32) if with_upstream else None
     found = PlanGradients.new(plan, not with_upstream, with_inv_bandwidth, with_scales)
-    for group, kernels in _groups(value, plan, backward=True):
+    for group, kernels in _groups(value, plan, True, with_inv_bandwidth):
         rows = _room(d_value, group)
         upstream_rows = None if d_upstream is None else _room(d_upstream, group)
         kernels.grad(
             upstream[group[0]], value[group[0]], weight[group], rows, upstream_rows,
-            found.part(group),
+            found.part(group), None if x_states is None else (x_states, w_states),
         )  # fmt: skip
         _collect(d_value, group, rows)
         if d_upstream is not None and upstream_rows is not None:
@@ -573,8 +636,9 @@ def plans_backward(
 
 @plans_backward.register_fake
 def _(
-    upstream: Tensor, weight: Tensor, value: Tensor, with_upstream: bool, with_scales: bool,
-    with_inv_bandwidth: bool, *flat: Any,
+    upstream: Tensor, weight: Tensor, value: Tensor, x_states: Tensor | None,
+    w_states: Tensor | None, with_upstream: bool, with_scales: bool, with_inv_bandwidth: bool,
+    *flat: Any,
 ) -> list[Tensor]:  # fmt: skip
     d_upstream = upstream.new_empty(upstream.shape) if with_upstream else value.new_empty(0)
     found = PlanGradients.new(Plan(*flat), not with_upstream, with_inv_bandwidth, with_scales)
@@ -582,29 +646,37 @@ def _(
 
 
 def _gradients(
-    ctx: Any, upstream: Tensor, weight: Tensor, value: Tensor, with_upstream: bool,
-    tensors: tuple[Any, ...],
+    ctx: Any, upstream: Tensor, weight: Tensor, value: Tensor, states: States,
+    with_upstream: bool, tensors: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor, PlanGradients]:  # fmt: skip
     """dV, the gradient of `upstream`, and those of the plan that autograd asks for."""
     plan_needs = ctx.needs_input_grad[-len(PLAN_FIELDS) :]
     needs = dict(zip(PLAN_FIELDS, plan_needs, strict=True))
     d_value, d_upstream, *found = plans_backward(
-        upstream, weight, value, with_upstream, needs["key_scale"] or needs["query_scale"],
-        needs["inv_bandwidth"], *tensors, ctx.metric,
+        upstream, weight, value, *states, with_upstream,
+        needs["key_scale"] or needs["query_scale"], needs["inv_bandwidth"], *tensors, ctx.metric,
     )  # fmt: skip
     return d_value, d_upstream, PlanGradients.unflatten(found)
 
 
-def _apply_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    value, weight, _, *tensors, ctx.metric = inputs
-    ctx.save_for_backward(value, weight, *tensors)
+def _apply_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    value, weight, _, _, *tensors, ctx.metric = inputs
+    _, *states = output
+    ctx.save_for_backward(value, weight, *(x if x.numel() else None for x in states), *tensors)
+    ctx.mark_non_differentiable(*states)
+    ctx.set_materialize_grads(False)
 
 
 @refuse_double_backward("espformer::apply_plans")
 def _apply_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    value, weight, *tensors = ctx.saved_tensors
-    d_value, _, found = _gradients(ctx, grads[0].to(value.dtype), weight, value, False, tensors)
-    return d_value, found.weight, None, *found.of_plan()
+    if grads[0] is None:
+        return (None,) * len(ctx.needs_input_grad)
+    value, weight, x_states, w_states, *tensors = ctx.saved_tensors
+    upstream = grads[0].to(value.dtype)
+    d_value, _, found = _gradients(
+        ctx, upstream, weight, value, (x_states, w_states), False, tensors
+    )
+    return d_value, found.weight, None, None, *found.of_plan()
 
 
 apply_plans.register_autograd(_apply_backward, setup_context=_apply_setup)
@@ -618,7 +690,7 @@ def _cross_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 @refuse_double_backward("espformer::cross_plans")
 def _cross_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     query, key, *tensors = ctx.saved_tensors
-    d_key, d_query, found = _gradients(ctx, query, grads[0], key, True, tensors)
+    d_key, d_query, found = _gradients(ctx, query, grads[0], key, (None, None), True, tensors)
     return d_query, d_key, *found.of_plan()
 
 
@@ -638,7 +710,9 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
         )  # fmt: skip
     plan = make_plan(queries, keys, inv_bandwidth, metric, coupling)
     weights = _slice_weights(problem, queries, keys, plan, coupling)
-    return apply_plans(value, weights, queries.order.shape[-1], *plan.flatten())
+    keep = keeps_states(value, plan)
+    out: Tensor = apply_plans(value, weights, queries.order.shape[-1], keep, *plan.flatten())[0]
+    return out
 
 
 def _fp32_rows(problem: Problem) -> bool:

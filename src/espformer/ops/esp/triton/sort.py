@@ -288,7 +288,7 @@ def project_kernel(
     mask_ptr,  # (B, N) bytes, if MASKED
     out_ptr,  # (1 or 2, B, L, STRIDE) int64 words, or their upper halves
     N, L, STRIDE, scale, D8, D: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SLICES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """:func:`pack_kernel` for ``scale · ⟨x, θ⟩`` on every slice θ: columns that are made first.
 
@@ -308,10 +308,12 @@ def project_kernel(
     if not SHARED:
         slices_ptr += batch * L * WIDTH
     out_ptr += (tl.program_id(2) * tl.num_programs(0) + batch) * L * STRIDE
-    for l in range(L):
-        theta = tl.load(slices_ptr + l * WIDTH + d, mask=d < WIDTH, other=0.0)
-        bits = sortable(tl.sum(x * theta[None, :], 1), present, 32)
-        store_words(out_ptr + l * STRIDE + n, bits, n, n < STRIDE, 32)
+    for start in range(0, L, SLICES):  # whose loads do not wait for each other
+        for i in tl.static_range(SLICES):
+            l = start + i
+            theta = tl.load(slices_ptr + l * WIDTH + d, mask=(d < WIDTH) & (l < L), other=0.0)
+            bits = sortable(tl.sum(x * theta[None, :], 1), present, 32)
+            store_words(out_ptr + l * STRIDE + n, bits, n, (n < STRIDE) & (l < L), 32)
 
 
 @triton.jit
@@ -493,6 +495,11 @@ def _pack_config(width: int, stride: int, projected: bool) -> tuple[int, dict[st
     return ceil_div(stride, block_n), {"BLOCK_N": block_n, "BLOCK_D": block_d}
 
 
+def slices_at_once(count: int) -> int:
+    """How many slices a kernel projects on without waiting for any."""
+    return min(8, power_of_2(count))
+
+
 def _pack(
     x: Tensor, y: Tensor | None, slices: Tensor | None, mask: Tensor | None, words: Words,
     stride: int, dtype: torch.dtype,
@@ -513,7 +520,8 @@ def _pack(
     else:
         project_kernel[(batch, blocks, sides)](
             x, y, slices, flags, packed, tokens, count, stride, words.packed_scale,
-            SHARED=slices.shape[0] == 1, **width_arguments(width), **config,
+            SHARED=slices.shape[0] == 1, SLICES=slices_at_once(count), **width_arguments(width),
+            **config,
         )  # fmt: skip
     return packed
 

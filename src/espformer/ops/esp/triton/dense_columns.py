@@ -1,0 +1,219 @@
+"""Products of κ with one column, for short sequences in the squared metric: no scans, no poles.
+
+The kernels of `normalise.py` and of `costs.py` scan a column once for every pole and direction.
+Complex poles are many instructions, and for a few hundred tokens the exponentials themselves are
+fewer: here a program makes κ of one slice, block by block, and sums along its rows,
+
+    (κx)_n = Σ_j κ_nj x_j,        slope_n = Σ_j κ'_nj (u_n x_j + x_n u_j).
+
+Points are in order, so only blocks near the diagonal are visited (:func:`near_blocks`); where the
+temperature is low, these are few. The kernels take the same arguments as those that scan, whose
+launchers choose them where they :func:`fits`. The absolute metric has one real pole, and to scan it
+costs less.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from espformer.ops.common.sizes import ceil_div, power_of_2
+from espformer.ops.esp.triton.primitives import (
+    exp2_minus_square,
+    gap_unit,
+    load_squares,
+    operands,
+)
+
+SLOPE = tl.constexpr(1.6651092223153954)  # κ' is gap · κ times 2 / √(log2 e)
+
+REACH = tl.constexpr(4.898979485566356)  # 2^(-x²) is below 2^-24 from here on, and counts as zero
+
+MOST_RANKS = 256
+BLOCK_M, BLOCK_N = 32, 16
+
+
+@triton.jit
+def kernel_and_gap(points_ptr, n, j, N, rate):
+    """κ between ranks n and j, and the scaled differences ``s_j - s_n``."""
+    points = tl.load(points_ptr + tl.minimum(n, N - 1))
+    others = tl.load(points_ptr + tl.minimum(j, N - 1))
+    gap = (others[None, :] - points[:, None]) * rate
+    return exp2_minus_square(gap), gap
+
+
+@triton.jit
+def near_blocks(
+    points_ptr, first, last, reach, N, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The blocks of ranks within reach of points from `first` to `last`: from the one to the other.
+
+    All, where points are NaN.
+    """
+    start = tl.arange(0, BLOCKS) * BLOCK
+    there = start < N
+    smallest = tl.load(points_ptr + start, mask=there, other=0.0)
+    largest = tl.load(points_ptr + tl.minimum(start + BLOCK, N) - 1, mask=there, other=0.0)
+    before = tl.sum((there & (largest < first - reach)).to(tl.int32), 0)
+    after = tl.sum((there & (smallest > last + reach)).to(tl.int32), 0)
+    return before, tl.cdiv(N, BLOCK) - after
+
+
+@triton.jit
+def row_block(points_ptr, start, N, rate, BLOCKS: tl.constexpr, M: tl.constexpr, J: tl.constexpr):
+    """Ranks of a block, and which blocks of columns are near it."""
+    first = tl.load(points_ptr + start)
+    last = tl.load(points_ptr + tl.minimum(start + M, N) - 1)
+    begin, end = near_blocks(points_ptr, first, last, REACH / rate, N, BLOCKS, J)
+    return start + tl.arange(0, M), begin, end
+
+
+@triton.jit(do_not_specialize=("L",))
+def dense_column_kernel(
+    x_ptr,  # (B, L, N) float32, or None: ones
+    p_ptr,  # (B, L, N) float32, for a slope
+    points_ptr,  # (B, L, N) float32
+    lengths_ptr,  # (B,) int32, or None
+    inv_bandwidth_ptr,  # (B,) float32
+    y_ptr,  # (B, L, N) float32
+    slope_ptr,  # (B, L, N) float32
+    N, L, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Normalisers of one slice, or a slope: :func:`operands` says of what."""
+    pair = tl.program_id(0).to(tl.int64)
+    length = N
+    if lengths_ptr is not None:
+        length = tl.load(lengths_ptr + pair // L)
+    if x_ptr is not None:
+        x_ptr += pair * N
+    if y_ptr is not None:
+        y_ptr += pair * N
+    if p_ptr is not None:
+        p_ptr += pair * N
+        slope_ptr += pair * N
+    points_ptr += pair * N
+    inv_bandwidth = tl.load(inv_bandwidth_ptr + pair // L)
+    rate = gap_unit(inv_bandwidth, True)
+    for start in range(0, N, BLOCK_M):
+        n, begin, end = row_block(points_ptr, start, N, rate, BLOCKS, BLOCK_M, BLOCK_N)
+        u_here, x_here = operands(x_ptr, p_ptr, y_ptr, n, n < N, length)
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for block in range(begin, end):
+            j = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            u, x = operands(x_ptr, p_ptr, y_ptr, j, j < N, length)
+            kappa, gap = kernel_and_gap(points_ptr, n, j, N, rate)
+            if p_ptr is not None:
+                both = u_here[:, None] * x[None, :] + x_here[:, None] * u[None, :]
+                total += kappa * gap * both
+            else:
+                total += kappa * x[None, :]
+        y = tl.sum(total, 1)
+        if p_ptr is not None:
+            tl.store(slope_ptr + n, y * (SLOPE * inv_bandwidth), mask=n < N)
+        else:
+            y = tl.where(n < length, 1.0 / tl.where(n < length, y, 1.0), 0.0)
+            tl.store(y_ptr + n, y, mask=n < N)
+
+
+@triton.jit(do_not_specialize=("L",))
+def dense_norm_costs_kernel(
+    square_ptr,  # (B, N) float32, by token
+    order_ptr,  # (B, L, N) int32
+    out_scale_ptr,  # (B, L, N) float32
+    in_scale_ptr,  # (B, L, N) float32, or None: ones
+    points_ptr,  # (B, L, N) float32
+    inv_bandwidth_ptr,  # (B,) float32
+    out_ptr,  # (B, L) float32
+    N, L, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """``⟨out_scale, κ (in_scale · square)⟩`` of one slice."""
+    pair = tl.program_id(0).to(tl.int64)
+    at = pair * N
+    points_ptr += at
+    square_ptr += pair // L * N
+    rate = gap_unit(tl.load(inv_bandwidth_ptr + pair // L), True)
+    sums = tl.zeros((BLOCK_M,), tl.float32)
+    for start in range(0, N, BLOCK_M):
+        n, begin, end = row_block(points_ptr, start, N, rate, BLOCKS, BLOCK_M, BLOCK_N)
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for block in range(begin, end):
+            j = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            x = load_squares(square_ptr, order_ptr + at, in_scale_ptr, at, j, j < N)
+            kappa, _ = kernel_and_gap(points_ptr, n, j, N, rate)
+            total += kappa * x[None, :]
+        sums += tl.sum(total, 1) * tl.load(out_scale_ptr + at + n, mask=n < N, other=0.0)
+    tl.store(out_ptr + pair, tl.sum(sums, 0))
+
+
+@triton.jit(do_not_specialize=("L",))
+def dense_norm_costs_grad_kernel(
+    upstream_ptr,  # (B, L) float32
+    square_ptr,  # (B, N) float32, by token
+    order_ptr,  # (B, L, N) int32
+    out_scale_ptr,  # (B, L, N) float32
+    in_scale_ptr,  # (B, L, N) float32, or None: ones
+    points_ptr,  # (B, L, N) float32
+    inv_bandwidth_ptr,  # (B,) float32
+    d_square_ptr,  # (B, N) if ATOMIC, else (B, L, N): every slice its own; by token
+    d_out_scale_ptr,  # (B, L, N) float32
+    d_in_scale_ptr,  # (B, L, N) float32, or None
+    slope_ptr,  # (B, L, N) float32: the gradient of the points
+    N, L, ATOMIC: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """All gradients of one slice."""
+    pair = tl.program_id(0).to(tl.int64)
+    at = pair * N
+    points_ptr += at
+    square_ptr += pair // L * N
+    inv_bandwidth = tl.load(inv_bandwidth_ptr + pair // L)
+    rate = gap_unit(inv_bandwidth, True)
+    upstream = tl.load(upstream_ptr + pair)
+    for start in range(0, N, BLOCK_M):
+        n, begin, end = row_block(points_ptr, start, N, rate, BLOCKS, BLOCK_M, BLOCK_N)
+        inside = n < N
+        u_here = tl.load(out_scale_ptr + at + n, mask=inside, other=0.0)
+        x_here = load_squares(square_ptr, order_ptr + at, in_scale_ptr, at, n, inside)
+        mass = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        slope = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for block in range(begin, end):
+            j = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            u = tl.load(out_scale_ptr + at + j, mask=j < N, other=0.0)
+            x = load_squares(square_ptr, order_ptr + at, in_scale_ptr, at, j, j < N)
+            kappa, gap = kernel_and_gap(points_ptr, n, j, N, rate)
+            mass += kappa * u[None, :]
+            sums += kappa * x[None, :]
+            both = u_here[:, None] * x[None, :] + x_here[:, None] * u[None, :]
+            slope += kappa * gap * both
+        d_out_scale = tl.sum(sums, 1) * upstream
+        tl.store(d_out_scale_ptr + at + n, d_out_scale, mask=inside)
+        d_points = tl.sum(slope, 1) * (upstream * SLOPE * inv_bandwidth)
+        tl.store(slope_ptr + at + n, d_points, mask=inside)
+        d_square = tl.sum(mass, 1) * upstream
+        token = tl.load(order_ptr + at + n, mask=inside, other=0)
+        if in_scale_ptr is not None:
+            square = tl.load(square_ptr + token, mask=inside, other=0.0)
+            tl.store(d_in_scale_ptr + at + n, d_square * square, mask=inside)
+            d_square *= tl.load(in_scale_ptr + at + n, mask=inside, other=0.0)
+        if ATOMIC:
+            to = d_square_ptr + pair // L * N + token
+            tl.atomic_add(to, d_square, mask=inside, sem="relaxed")
+        else:
+            tl.store(d_square_ptr + at + token, d_square, mask=inside)
+
+
+def fits(points: Tensor, metric: str) -> bool:
+    """Whether columns are summed here."""
+    return metric == "squared" and points.shape[-1] <= MOST_RANKS
+
+
+def config(points: Tensor) -> dict[str, Any]:
+    """Arguments of these kernels."""
+    _, slices, ranks = points.shape
+    return {
+        "N": ranks, "L": slices, "BLOCKS": power_of_2(ceil_div(ranks, BLOCK_N)),
+        "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "num_warps": 1,
+    }  # fmt: skip
