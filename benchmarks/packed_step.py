@@ -110,6 +110,9 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     ids, vocabulary, source = tweets(options.data_dir)
+    stated = machine(["python", "-m", "benchmarks.packed_step", *sys.argv[1:]], device)
+    stated |= {"model": "TextClassifier()", "texts": source}
+    title = "Training steps on tweets, padded and packed"
     rows: list[Row] = []
     for size in options.batch:
         order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
@@ -117,12 +120,11 @@ def main() -> None:
         batches = list(chosen.split(size))
         for name, make in MECHANISMS.items():
             rows += measure(name, make, batches, vocabulary, device, options.rounds)
-    stated = machine(["python", "-m", "benchmarks.packed_step", *sys.argv[1:]], device)
-    stated |= {"model": "TextClassifier()", "texts": source}
+            times = ", ".join(f"{row.padding} {row.milliseconds}" for row in rows[-len(WAYS) :])
+            print(f"{name}, {size} tweets a step, ms: {times}", flush=True)
+            if not options.no_save:  # what is measured is kept if the rest is interrupted
+                write_results(file_stem("packed-step", device), title, rows, stated)
     print_table(rows, stated)
-    if not options.no_save:
-        title = "Training steps on tweets, padded and packed"
-        write_results(file_stem("packed-step", device), title, rows, stated)
     if any(row.failed for row in rows):
         raise SystemExit(1)
 

@@ -230,5 +230,5 @@ TARGETS: tuple[Target, ...] = (
 
 
 def target_cases() -> list[Case]:
-    """Return every row that a target needs, once."""
+    """Targets of the fused kernels, and the rows that decide them."""
     return list(dict.fromkeys(case for target in TARGETS for case in target.cases))
