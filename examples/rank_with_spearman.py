@@ -1,9 +1,10 @@
 """Train a model to rank, with a ranking loss: ``python examples/rank_with_spearman.py``.
 
 In which of 442 patients will diabetes progress most? Only the order matters, not the value. A
-small network learns it from scikit-learn's diabetes data in three ways: by squared error, by one minus
-the Spearman correlation of soft ranks (`espformer.sorting.spearman_loss`), and, if torchsort is
-installed, by the same loss with its ranks. Each is scored by the Spearman correlation on test data.
+small network learns it from scikit-learn's diabetes data in three ways: by squared error, by one
+minus the Spearman correlation of soft ranks (`espformer.sorting.spearman_loss`), and, if torchsort
+is installed, by the same loss with its ranks. Each is scored by the Spearman correlation on test
+data.
 
 The target is used twice: as measured, and transformed to ``exp(2 z)`` of the standardised target,
 which has the same order. A ranking loss gives the same result for both; the squared error is
