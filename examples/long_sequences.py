@@ -1,8 +1,8 @@
 """How time grows with the number of tokens: ``python examples/long_sequences.py``.
 
-Softmax attention compares every query with every key: twice the tokens, four times the work. ESP
-attention sorts: twice the tokens, twice the work. The table shows forward and backward on the
-device at hand, with the slices of the defaults (eight a head).
+Softmax attention compares every query with every key: twice the tokens take four times the work.
+ESP attention sorts: twice the tokens take about twice the work. The table shows forward and
+backward times on your device, with the default number of slices (eight per head).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def attentions() -> dict[str, Attention]:
-    """What is compared; without gradients through the sort, the hard one only moves values."""
+    """The attentions to compare; hard ESP has no gradient through the sort, only to the values."""
     return {
         "softmax": scaled_dot_product_attention,
         "Sinkhorn, 3 steps": lambda q, k, v: espformer.sinkhorn_attention(q, k, v, iterations=3),
@@ -33,7 +33,7 @@ def attentions() -> dict[str, Attention]:
 
 
 def seconds(attention: Attention, tokens: int, device: str, repeats: int = 2) -> float:
-    """The best of some forward and backward calls."""
+    """The fastest of a few forward and backward calls."""
     shape, generator = (1, HEADS, tokens, WIDTH), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(shape, generator=generator).to(device) for _ in range(3))
     for x in (q, k, v):

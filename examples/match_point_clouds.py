@@ -1,11 +1,10 @@
-"""Carry one cloud of points onto another: ``python examples/match_point_clouds.py``.
+"""Transport one point cloud to another: ``python examples/match_point_clouds.py``.
 
-Two clouds in the plane, a ring and two moons, and a plan that says which point goes where. ESP
-sorts both along a few directions and averages the matchings; ``inverse_temperature`` prefers the
-directions in which little has to be carried. Softmax attention is no plan at all: many points go to
-few. The exact plan, from scipy, is the cheapest to carry out, and O(N³) to find. ESP's sums are
-exact and it takes O(L N log N), but it carries more than it must: a mean of matchings spreads each
-point.
+The clouds are a ring and two moons in the plane; a plan says which point goes where. ESP sorts both
+along a few directions and averages the matchings; ``inverse_temperature`` favours directions with a
+low transport cost. Softmax attention is not a transport plan: it sends many points to a few. The
+exact plan, from scipy, has the lowest cost but takes O(N³) to compute. ESP has exact sums and takes
+O(L N log N), but a higher cost, because a mean of matchings spreads the mass of each point.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ def moons(n: int, generator: torch.Generator) -> Tensor:
 
 
 def directions(count: int) -> Tensor:
-    """Unit vectors, evenly over half a turn."""
+    """Unit vectors, evenly spaced over half a turn."""
     angles = math.pi * torch.arange(count) / count
     return torch.stack((angles.cos(), angles.sin()), -1)
 
 
 def cost(plan: Tensor, x: Tensor, y: Tensor) -> float:
-    """Mean squared distance that is carried; rows of the plan sum to one."""
+    """Mean squared transport distance; rows of the plan sum to one."""
     return float((plan * torch.cdist(x, y).square()).sum() / len(x))
 
 
@@ -54,7 +53,7 @@ def exact_plan(x: Tensor, y: Tensor) -> Tensor:
 
 
 def plans(x: Tensor, y: Tensor, slices: int) -> dict[str, Tensor]:
-    """Matrices (points, points) by name. ``scale=1`` leaves distances as they are."""
+    """Matrices (points, points) by name. ``scale=1`` keeps the original distances."""
     sliced = {"slices": directions(slices), "scale": 1.0}
     found = {
         "softmax": espformer.functional.softmax_plan(x, y, scale=4.0),
@@ -70,7 +69,7 @@ def plans(x: Tensor, y: Tensor, slices: int) -> dict[str, Tensor]:
     try:
         found["exact (scipy)"] = exact_plan(x, y)
     except ImportError:
-        print("scipy is not installed: the exact plan is left out")
+        print("scipy is not installed: the exact plan is skipped")
     return found
 
 

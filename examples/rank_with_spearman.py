@@ -1,13 +1,14 @@
-"""Train a model to rank, with a loss of ranks: ``python examples/rank_with_spearman.py``.
+"""Train a model to rank, with a ranking loss: ``python examples/rank_with_spearman.py``.
 
-Which of 442 patients will their diabetes hit hardest? The order is what matters, not the number. A
+In which of 442 patients will diabetes progress most? Only the order matters, not the value. A
 small network learns it from scikit-learn's diabetes data in three ways: by squared error, by one
 minus the Spearman correlation of soft ranks (`espformer.sorting.spearman_loss`), and, if torchsort
-is installed, by the same with its ranks. Each is scored by the Spearman correlation of test data.
+is installed, by the same loss with its ranks. Each is scored by the Spearman correlation on test
+data.
 
-It does so twice: with the target as it was measured, and seen through another scale, whose order
-is the same: ``exp(2 z)`` of the standardised target. A loss of ranks cannot tell the two apart; the
-squared error chases a few large numbers.
+The target is used twice: as measured, and transformed to ``exp(2 z)`` of the standardised target,
+which has the same order. A ranking loss gives the same result for both; the squared error is
+dominated by a few large values.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ def standardised(x: Tensor) -> Tensor:
 
 
 def data() -> tuple[Tensor, Tensor]:
-    """Ten measurements of 442 patients, and how their disease went on within a year."""
+    """Ten measurements of 442 patients, and the progression of their disease after a year."""
     features, target = load_diabetes(return_X_y=True)
     return tuple(standardised(torch.tensor(x, dtype=torch.float32)) for x in (features, target))
 
 
 def torchsort_loss(prediction: Tensor, target: Tensor) -> Tensor:
-    """The same loss with the soft ranks of torchsort, at their default strength."""
+    """The same loss with torchsort's soft ranks, at the default strength."""
     import torchsort
 
     ranks = torchsort.soft_rank(prediction.unsqueeze(0)).squeeze(0)
@@ -46,7 +47,7 @@ def torchsort_loss(prediction: Tensor, target: Tensor) -> Tensor:
 
 
 def losses() -> dict[str, Loss]:
-    """What can be compared here."""
+    """The losses that can be compared on this machine."""
     found: dict[str, Loss] = {
         "squared error": nn.functional.mse_loss,
         "espformer, Spearman": lambda x, y: spearman_loss(x, y, temperature=0.5),

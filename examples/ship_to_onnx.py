@@ -1,8 +1,8 @@
 """From training to a file: ``python examples/ship_to_onnx.py model.onnx``.
 
-A small encoder learns to tell which of two tokens came first, with soft ESP attention; the sort is
-sharpened, then made exact; and the hard model, which is sorts and gathers, is written as ONNX and
-run by onnxruntime at lengths that it was not written with. Needs ``pip install 'espformer[onnx]'``.
+A small encoder with soft ESP attention learns to tell which of two tokens came first. The sort is
+annealed, then made exact. The hard model consists of sorts and gathers; it is exported to ONNX and
+run by onnxruntime at other lengths. Needs ``pip install 'espformer[onnx]'``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from espformer.nn import ESP, parameter_groups
 
 
 class Classifier(nn.Module):
-    """Tokens of width 8 in, one number for each sequence out."""
+    """Maps tokens of width 8 to one number per sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Classifier(nn.Module):
 def examples(count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Sequences with a mark A and a mark B among noise; the answer is whether A comes first."""
     tokens = 0.3 * torch.randn(count, length, 8, generator=generator)
-    tokens[..., 0] = torch.linspace(-1, 1, length)  # where a token stands
+    tokens[..., 0] = torch.linspace(-1, 1, length)  # position of the token
     places = torch.rand(count, length, generator=generator).argsort(-1)[:, :2]
     rows = torch.arange(count)
     tokens[rows, places[:, 0], 1] = 3.0

@@ -1,17 +1,17 @@
 """Sort random colours into a smooth picture: ``python examples/sort_colours.py colours.png``.
 
-A thousand colours lie on a grid in any order. Which order makes neighbours alike? There are 1024!
-of them. A permutation is what numbers become when they are sorted, so we learn the numbers: one for
-each colour, 1,024 parameters instead of a matrix with a million. Round by round
+A thousand colours lie on a grid in random order. Which order makes neighbours similar? There are
+1024! orders. Sorting a list of numbers defines a permutation, so we learn the numbers: one per
+colour, 1,024 parameters instead of a matrix with a million. In each round
 
 1. a path visits all cells of the grid in random order;
-2. along the path colours get the numbers 0, 1, 2, …, which sort into the order they have;
-3. a few steps of gradient descent move the numbers, so that colours softly sorted by them differ
-   less from the mean of their surroundings;
-4. the colours are sorted hard by what was learnt, and stay if that is better.
+2. the colours along the path get the numbers 0, 1, 2, …, which keep the current order;
+3. a few steps of gradient descent change the numbers, so that colours softly sorted by them differ
+   less from the mean of their neighbourhood;
+4. the colours are sorted exactly by the learnt numbers, and the new order is kept if it is better.
 
-Early rounds look at wide surroundings, late ones at near neighbours. The idea of shuffled paths is
-that of Barthel et al., *ShuffleSoftSort* (2025); the sort costs linear time here.
+Early rounds use wide neighbourhoods, late ones only near neighbours. The idea of shuffled paths is
+from Barthel et al., *ShuffleSoftSort* (2025); here the sort takes linear time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from espformer.sorting import soft_sort
 
 
 def roughness(grid: Tensor, radius: int = 1) -> Tensor:
-    """The mean squared distance of cells (side, side, 3) from the mean of those around them."""
+    """The mean squared distance of cells (side, side, 3) from the mean of their neighbourhood."""
     size = 2 * radius + 1
     picture = grid.movedim(-1, 0).unsqueeze(0)
     around = F.avg_pool2d(picture, size, stride=1, padding=radius, count_include_pad=False)
@@ -47,7 +47,7 @@ def improve(colours: Tensor, path: Tensor, radius: int, steps: int) -> Tensor:
     for _ in range(steps):
         optimiser.zero_grad()
         grid = arranged()
-        # Mixing would make any picture smooth: what counts is roughness beside what colour is left.
+        # Mixing makes any picture smooth: measure roughness relative to the remaining variance.
         loss = roughness(grid, radius) / grid.flatten(0, 1).var(0).sum()
         loss.backward()
         optimiser.step()
@@ -56,7 +56,7 @@ def improve(colours: Tensor, path: Tensor, radius: int, steps: int) -> Tensor:
 
 
 def sort_colours(side: int = 32, rounds: int = 250, steps: int = 8, seed: int = 0) -> list[Tensor]:
-    """Random colours, and the same sorted: two of (side, side, 3)."""
+    """Random colours, and the same colours sorted, each (side, side, 3)."""
     generator = torch.Generator().manual_seed(seed)
     start = colours = torch.rand(side, side, 3, generator=generator)
     for i in range(rounds):

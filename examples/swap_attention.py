@@ -1,8 +1,8 @@
 """Swap the attention of a model, and back: ``python examples/swap_attention.py``.
 
-A Transformer encoder of torch.nn gets ESP attention in its upper layers. Its weights are kept, the
-report says what happened, and `revert` gives the model back that it was, bit for bit. In between we
-look at who is heard: how much attention the most popular token gets, where one unit would be fair.
+`convert` swaps ESP attention into the upper layers of a torch.nn Transformer encoder and keeps its
+weights. A report lists what was converted, and `revert` restores the original, bit for bit. In
+between we look at how much attention the most popular token receives; one unit would be fair.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def encoder(layers: int = 4) -> nn.TransformerEncoder:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(64, nhead=4, dim_feedforward=128, batch_first=True)
     model = nn.TransformerEncoder(layer, num_layers=layers, enable_nested_tensor=False)
-    with torch.no_grad():  # fresh weights attend almost uniformly; sharpen them, as training does
+    with torch.no_grad():  # new weights attend almost uniformly; scale them, as training does
         for block in model.layers:
             block.self_attn.in_proj_weight[:128].mul_(4)
     return model.eval()

@@ -45,7 +45,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """``integrations``, and what is used of it by itself, imported when they are asked for."""
+    """Import ``integrations``, and the names taken from it, on first use."""
     if name in ("calibrate", "convert", "integrations", "revert"):
         module = importlib.import_module("espformer.integrations")
         return module if name == "integrations" else getattr(module, name)

@@ -1,4 +1,4 @@
-"""The attentions that ESP attention is compared with, as functions: softmax and Sinkhorn.
+"""The baselines of ESP attention, as functions: softmax and Sinkhorn.
 
 They take the shapes and the masks of :func:`espformer.esp_attention`.
 """
@@ -38,7 +38,7 @@ def softmax_attention(
         query: ``(batch, heads, N, head_dim)``.
         key: ``(batch, heads, M, head_dim)``.
         value: ``(batch, heads, M, width)``.
-        scale: factor on the scores; ``head_dim ** -0.5`` unless given.
+        scale: factor on the scores; ``head_dim ** -0.5`` by default.
         dropout: probability of dropping an entry of the matrix.
         query_mask: boolean ``(batch, N)``, True = takes part.
         key_mask: boolean ``(batch, M)``, True = takes part; alone it also masks the queries when
@@ -86,7 +86,7 @@ def softmax_plan(
     query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """The matrix of :func:`softmax_attention`: its rows sum to one, its columns to anything.
+    """The attention matrix of :func:`softmax_attention`: only its rows sum to one.
 
     Args:
         query: ``(batch, heads, N, head_dim)``.
@@ -131,25 +131,25 @@ def sinkhorn_attention(
     r"""Doubly-stochastic attention by Sinkhorn's algorithm (Sinkformers).
 
     The rows and columns of :math:`\exp(Q K^\top \cdot \text{scale} / \varepsilon)` are normalised
-    in turn, in the log domain, see :func:`espformer.ops.sinkhorn.torch.sinkhorn_normalize`.
+    alternately, in the log domain, see :func:`espformer.ops.sinkhorn.torch.sinkhorn_normalize`.
 
     Args:
         query: ``(batch, heads, N, head_dim)``. Queries, keys and values may be jagged nested
-            tensors of that shape, and so is the output then.
+            tensors of that shape; then so is the output.
         key: ``(batch, heads, M, head_dim)``.
         value: ``(batch, heads, M, width)``.
         iterations: number of updates, rows first; 0 and 1 are softmax attention. After an odd
             number the rows sum to one exactly, after an even number the columns to N/M.
-        epsilon: entropic regularisation; the smaller, the closer to a permutation, and the more
-            iterations it takes.
-        scale: factor on the scores; ``head_dim ** -0.5`` unless given.
+        epsilon: entropic regularisation. Smaller values bring the plan closer to a permutation and
+            need more iterations.
+        scale: factor on the scores; ``head_dim ** -0.5`` by default.
         query_mask: boolean ``(batch, N)``, True = takes part.
         key_mask: boolean ``(batch, M)``, True = takes part; alone it also masks the queries when
             N = M.
-        backend: ``"torch"`` (the matrix is made), ``"triton"`` (fused kernels for CUDA tensors that
-            never make it: memory is linear in N) or ``"auto"``: triton on a GPU, else torch. What
-            the kernels do not cover (float64, heads wider than 256) is computed by torch there
-            too. Gradients are those of the updates one by one, in both.
+        backend: ``"torch"`` (forms the matrix), ``"triton"`` (fused kernels for CUDA tensors that
+            never form it: memory is linear in N) or ``"auto"``: triton on a GPU, otherwise torch.
+            Cases that the kernels do not cover (float64, heads wider than 256) fall back to torch.
+            Both backends differentiate through every update.
 
     Returns:
         ``(batch, heads, N, width)``; rows of masked queries are zero.
@@ -200,7 +200,9 @@ def sinkhorn_plan(
     query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """The matrix of :func:`sinkhorn_attention`: rows sum to one, columns to N/M, in the limit.
+    """The attention matrix of :func:`sinkhorn_attention`: in the limit, rows sum to one.
+
+    Columns then sum to N/M.
 
     Args:
         query: ``(batch, heads, N, head_dim)``.
@@ -233,7 +235,7 @@ def sinkhorn_plan(
 def _kernels(
     name: str, backend: str, query: Tensor, key: Tensor, value: Tensor
 ) -> ModuleType | None:
-    """The fused kernels, if they are asked for or picked, and can do it."""
+    """The fused kernels, if they are requested or selected and support the problem."""
     on_gpu = query.device.type == "cuda"
     transformed = under_transforms(name, backend, "torch")
     if backend == "torch" or (backend == "auto" and (not on_gpu or transformed or is_exporting())):
@@ -268,7 +270,7 @@ def check_sinkhorn(name: str, iterations: int, epsilon: float) -> None:
 
 
 def _check_shapes(name: str, query: Tensor, key: Tensor, value: Tensor | None = None) -> None:
-    """Widths and lengths that must agree; what else can be wrong, the matrix product says well."""
+    """Check that widths and lengths agree; the matrix product reports all other mistakes."""
     if query.ndim < 2 or key.ndim < 2 or query.shape[-1] != key.shape[-1]:
         raise ValueError(
             f"{name}: query and key must be (batch, heads, tokens, head_dim) with the same "

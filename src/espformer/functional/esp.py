@@ -1,4 +1,4 @@
-"""ESP attention and its matrix: arguments are checked, a backend is picked."""
+"""ESP attention and its matrix: check the arguments and select a backend."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def esp_attention(
 ) -> Tensor:
     r"""Doubly-stochastic attention through Expected Sliced Transport Plans, in linear time.
 
-    Queries and keys are projected on L slices :math:`\theta_l` and (softly) sorted on each. Equal
-    ranks meet, which gives a transport plan per slice, and the plans are averaged with weights
-    that favour cheap ones:
+    Queries and keys are projected onto L slices :math:`\theta_l` and (softly) sorted on each.
+    Matching equal ranks gives one transport plan per slice. The plans are averaged with weights
+    that favour low costs:
 
     .. math::
 
@@ -58,36 +58,36 @@ def esp_attention(
         U_l &= \tfrac1N A_l^\top B_l, \qquad D_l = \sum_{ij} \|q_i - k_j\|^2 U_l[i, j],\\
         \mathrm{out} &= N \sum_l \mathrm{softmax}(b - \tau D)_l \, U_l V.
 
-    Time is O(L N (log N + d + m)) and memory O(L N) beyond inputs and outputs; no N×N matrix is
-    made, forwards or backwards. Inputs of 16 bits are computed in float32; on a GPU their rows are
-    multiplied as they are, and added up in float32.
+    Time is O(L N (log N + d + m)) and memory O(L N) beyond inputs and outputs. No N×N matrix is
+    formed in the forward or backward pass. 16-bit inputs are computed in float32; on a GPU their
+    rows are multiplied in 16 bits and accumulated in float32.
 
     Args:
         query: ``(batch, heads, N, m)``. Queries, keys and values may be jagged nested tensors of
-            that shape, with sequences of their own lengths; so is the output then.
+            that shape, with sequences of different lengths; then so is the output.
         key: ``(batch, heads, M, m)``.
         value: ``(batch, heads, M, d)``.
-        slices: Θ, ``(L, m)`` or ``(heads, L, m)``, rows of unit norm; None is the m axes.
-        slice_logits: b, ``(L,)`` or ``(heads, L)``, what slices are preferred by besides their
+        slices: Θ, ``(L, m)`` or ``(heads, L, m)``, rows of unit norm; None means the m axes.
+        slice_logits: b, ``(L,)`` or ``(heads, L)``, a preference for slices in addition to their
             cost; gradients flow to it.
         query_mask: ``(batch, N)``, True = takes part. Padded queries get zeros.
-        key_mask: ``(batch, M)``; alone it also masks the queries if N = M. Every sequence is a
-            measure of its own: a padded batch gives what each sequence alone gives.
-        backend: ``"linear"`` (plain torch), ``"cpu"`` (kernels compiled by numba, many times as
-            fast; extra ``cpu``), ``"triton"`` (fused kernels for CUDA tensors), ``"dense"``
+        key_mask: ``(batch, M)``; without `query_mask` it also masks the queries if N = M. Each
+            sequence of a padded batch gives the same result as on its own.
+        backend: ``"linear"`` (plain torch), ``"cpu"`` (kernels compiled by numba, many times
+            faster; extra ``cpu``), ``"triton"`` (fused kernels for CUDA tensors), ``"dense"``
             (Algorithm 1 as printed: O(L N²), for checks) or ``"auto"``: triton on a GPU, cpu on a
-            CPU where numba is installed, else linear. All compute the same attention, and where one
-            cannot run ``"auto"`` takes another: what the Triton kernels do not cover (float64;
-            heads wider than 256; hard sorting with averaged ties or N ≠ M; the interpolated
-            coupling) is computed by ``"linear"``, and so is everything while a program is exported
-            (``torch.export``, ONNX, ``torch.jit.trace``), for subclasses of tensors and under
-            dispatch modes, which compiled kernels cannot serve. Under ``torch.func`` (grad, vmap,
-            jvp) it is dense: the others have hand-written gradients that transforms cannot look
-            into. Under ``torch.compile`` the kernels are operators; of ``"linear"``, large
-            problems, and lengths that vary, are one operator that is not looked into.
+            CPU if numba is installed, otherwise linear. All compute the same attention.
+            ``"auto"`` falls back to ``"linear"`` for cases that the Triton kernels do not cover
+            (float64; heads wider than 256; hard sorting with averaged ties or N ≠ M; the
+            interpolated coupling), during export (``torch.export``, ONNX, ``torch.jit.trace``), for
+            tensor subclasses and under dispatch modes. Under ``torch.func`` (grad, vmap, jvp) it
+            uses the dense formula, because the hand-written gradients of the others do not support
+            these transforms. Under ``torch.compile`` the kernels are custom operators;
+            ``"linear"`` is traced for small problems of fixed size and is a custom operator
+            otherwise.
         attn_mask: only for calls written for ``scaled_dot_product_attention``: a boolean padding
-            mask over keys, ``(batch, 1, 1, M)``. Anything else is refused.
-        is_causal: refused: a causal doubly-stochastic matrix is the identity.
+            mask over keys, ``(batch, 1, 1, M)``. Anything else is an error.
+        is_causal: True is an error: a causal doubly-stochastic matrix is the identity.
         {options}
 
     Returns:
@@ -126,7 +126,7 @@ def esp_attention(
 
 
 def attend(name: str, problem: Problem, rows: Tensor, backend: str) -> Tensor:
-    """``N · G V`` of a checked problem, by the backend that is asked for: (batch, N, d).
+    """``N · G V`` of a checked problem, by the requested backend: (batch, N, d).
 
     Rows of values, (batch, M, d), are zero where they are padding.
     """
@@ -147,11 +147,11 @@ def esp_plan(
     backend: str = "auto",
     **options: Unpack[Options],
 ) -> Tensor:
-    """The attention matrix of :func:`esp_attention`, ``N · G``: for looking at, not for speed.
+    """The attention matrix of :func:`esp_attention`, ``N · G``: for inspection, not for speed.
 
-    It is made by the same operator: ``esp_plan(q, k) @ v`` is ``esp_attention(q, k, v)``. Rows sum
-    to one and columns to N/M when `hard` or balanced, if N = M or with the quantile coupling.
-    Arguments are those of :func:`esp_attention`.
+    The same operator computes it: ``esp_plan(q, k) @ v`` equals ``esp_attention(q, k, v)``. With
+    `hard` or balancing, rows sum to one and columns to N/M (for N = M, or with the quantile
+    coupling). The arguments are those of :func:`esp_attention`.
 
     Returns:
         ``(batch, heads, N, M)`` in the dtype of `query`.
@@ -185,7 +185,7 @@ def _run(module: ModuleType, problem: Problem, compute: Callable[[Any, Problem],
 
 
 def straight_through(options: ESPOptions, compute: Callable[[ESPOptions], Tensor]) -> Tensor:
-    """What is computed with these options, and the share of the hard result that they ask for."""
+    """The result with these options, mixed with the hard result by their `straight_through`."""
     share = float(options.straight_through)
     out = compute(options)
     if share and not options.hard:
@@ -205,7 +205,7 @@ def pass_through(soft: Tensor, hard: Tensor, share: float = 1.0) -> Tensor:
 
 
 def pick_backend(name: str, backend: str, *tokens: Tensor) -> ModuleType:
-    """The module that computes; :func:`esp_attention` says which one `"auto"` takes."""
+    """The module of a backend; :func:`esp_attention` says which one `"auto"` selects."""
     one_of(name, "backend", backend, BACKENDS)
     if under_transforms(name, backend, "dense") or backend == "dense":
         return reference
@@ -235,10 +235,10 @@ def pick_backend(name: str, backend: str, *tokens: Tensor) -> ModuleType:
 
 
 def _takes_kernels(*tokens: Tensor) -> bool:
-    """Whether a compiled kernel may run: not where only torch's own operators are understood.
+    """Whether a compiled kernel may run.
 
-    An exported program must run without this library; subclasses of tensors, and modes that count
-    or fake operators, know torch's own and not ours.
+    An exported program must run without this library, and tensor subclasses and dispatch modes
+    support torch's own operators only.
     """
     if torch.compiler.is_compiling():
         return not is_exporting()

@@ -1,8 +1,8 @@
-"""Attention of packed sequences: tokens of all sequences one after the other, no padding.
+"""Attention of packed sequences: the tokens of all sequences are concatenated, without padding.
 
-Shapes are those of flash attention's functions of that kind: ``(tokens, heads, width)``, and where
-sequences begin. Jagged nested tensors go through :func:`espformer.esp_attention` and
-:func:`espformer.sinkhorn_attention` themselves.
+Shapes are those of flash attention's varlen functions: ``(tokens, heads, width)`` and cumulative
+sequence lengths. For jagged nested tensors, call :func:`espformer.esp_attention` and
+:func:`espformer.sinkhorn_attention` directly.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ def esp_attention_varlen(
     backend: str = "auto",
     **options: Unpack[Options],
 ) -> Tensor:
-    """:func:`espformer.esp_attention` of packed sequences, each by itself.
+    """:func:`espformer.esp_attention` of packed sequences, each on its own.
 
-    Equal to the padded call to rounding. Sequences of similar length are padded together, so that
-    the cost follows the number of tokens, not the longest sequence. The lengths have to be known
-    where Python runs: pass `cu_seqlens` on the CPU, or the GPU is waited for.
+    The result equals that of the padded call, up to rounding. Sequences of similar length are
+    padded together, so the cost depends on the number of tokens, not on the longest sequence.
+    Python needs the lengths: pass `cu_seqlens` on the CPU to avoid a GPU synchronisation.
 
     Args:
         query: ``(tokens of queries, heads, m)``, sequence after sequence.
         key: ``(tokens of keys, heads, m)``.
         value: ``(tokens of keys, heads, d)``.
-        cu_seqlens_q: the number of query tokens before each sequence, and of all: integers,
-            ``(sequences + 1,)``, beginning with 0. Sequences may be empty.
-        cu_seqlens_k: likewise of the keys; the same unless given. A query without keys gets zeros.
+        cu_seqlens_q: cumulative sequence lengths of the queries: integers,
+            ``(sequences + 1,)``, starting with 0. Sequences may be empty.
+        cu_seqlens_k: the same for the keys; `cu_seqlens_q` by default. A query without keys gets
+            zeros.
         slices, slice_logits, backend: as in :func:`espformer.esp_attention`.
         {options}
 
@@ -88,7 +89,7 @@ def sinkhorn_attention_varlen(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """:func:`espformer.sinkhorn_attention` of packed sequences, each by itself.
+    """:func:`espformer.sinkhorn_attention` of packed sequences, each on its own.
 
     Args:
         query: ``(tokens of queries, heads, head_dim)``, sequence after sequence.

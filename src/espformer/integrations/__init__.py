@@ -1,6 +1,6 @@
-"""Mechanisms inside models that were written without them: torch.nn, timm, transformers, ONNX.
+"""Swap the attention of existing models: torch.nn, timm, transformers; export to ONNX.
 
-Importing this package needs torch alone; a model of another library brings that library with it.
+Importing this package requires torch only; the other libraries are imported when they are needed.
 """
 
 from espformer.integrations.calibration import Calibration, calibrate

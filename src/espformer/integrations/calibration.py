@@ -1,4 +1,4 @@
-"""Fit a converted model to what the original computed, on inputs without labels."""
+"""Fit a converted model to the outputs of the original, on unlabelled inputs."""
 
 import copy
 import re
@@ -33,13 +33,13 @@ class Calibration:
     """The result of a calibration; ``print`` shows it.
 
     Attributes:
-        before: error of the model's output on the first batch, as a share of the variance of the
-            original's output, after the conversion.
-        aligned: the same after slices were chosen.
-        after: the same in the end.
-        losses: the loss of every step: the mean of such shares, over blocks and output.
-        modules: names of the attention modules whose slices were chosen.
-        seconds: how long it took.
+        before: relative error of the converted model's output on the first batch: the squared error
+            divided by the variance of the original's output.
+        aligned: the same after the slices were chosen.
+        after: the same after training.
+        losses: the loss of every step: the mean relative error over blocks and output.
+        modules: names of the attention modules for which slices were chosen.
+        seconds: duration of the calibration.
     """
 
     before: float
@@ -68,36 +68,36 @@ def calibrate(
     progress: Progress = True,
     seed: int = 0,
 ) -> Calibration:
-    r"""Fit a converted model to the outputs that it had with its own attention, in place.
+    r"""Fit a converted model to the outputs of the original, in place.
 
-    No labels are needed: some hundred inputs of the kind that the model is for. First, slices are
-    chosen from the data: each head of ESP gets the axes along which its queries and keys carry most
-    of the scores that softmax saw (:mod:`espformer.integrations.slices`). Then weights,
-    temperatures and slice weights are trained for some steps, by Adam, to give the outputs of the
-    original after every block and in the end:
+    It needs no labels, only a few hundred typical inputs. First, it chooses slices from the data:
+    each ESP head gets the axes that contribute most to the scores of the original softmax attention
+    (:mod:`espformer.integrations.slices`). Then it trains weights, temperatures and slice weights
+    by Adam, to reproduce the outputs of the original after every block and at the end:
 
     .. math:: \frac1B \sum_{b=1}^{B} \Bigl( \sum_i \lVert h_{b,i} - h^*_{b,i} \rVert^2 \Bigr)
        \Big/ \Bigl( \sum_i \lVert h^*_{b,i} - \bar h^*_b \rVert^2 \Bigr),
 
-    the mean of two such shares: over tokens i that are not padding, and over the means of
-    sequences. Dropout is off, and nothing is random but the order of the batches. A minute on a
-    CPU goes a part of the way; more steps, on a GPU, go further.
+    averaged with the same error of the sequence means; i runs over tokens that are not padding.
+    Dropout is off, and only the order of the batches is random. A minute on a CPU brings the model
+    part of the way; more steps, on a GPU, bring it further.
 
-    :func:`espformer.revert` gives the weights of before the calibration back.
+    :func:`espformer.revert` restores the weights from before the calibration.
 
     Args:
-        model: a model that :func:`espformer.convert` converted and whose weights were not trained
-            since; what it computed before is its teacher.
-        batches: inputs of the model, each a tensor, a tuple of arguments or a dictionary of named
-            ones, on the model's device; gone through again and again.
-        steps: number of steps; 0 chooses slices only.
-        learning_rate: of the weights; :func:`espformer.nn.parameter_groups` gives temperatures and
-            slice weights a higher one. It rises for a tenth of the steps and falls to zero.
-        train: "blocks" trains all weights of the blocks (layers) that hold a converted module,
-            "attention" those of the attention alone, "mechanism" only what the mechanisms learn.
-        choose_slices: False leaves the axes of the heads as they are.
-        progress: whether to tell how it goes, or a function of (step, steps, loss).
-        seed: decides the order of the batches.
+        model: a model converted by :func:`espformer.convert` that has not been trained since. The
+            original model is the teacher.
+        batches: inputs of the model, each a tensor, a tuple of arguments or a dictionary of keyword
+            arguments, on the model's device. They are cycled through.
+        steps: number of training steps; 0 only chooses slices.
+        learning_rate: peak learning rate of the weights; temperatures and slice weights get a
+            higher one from :func:`espformer.nn.parameter_groups`. It warms up during a tenth of the
+            steps and decays to zero.
+        train: "blocks" trains all weights of the blocks (layers) that contain a converted module,
+            "attention" only those of the attention, "mechanism" only the mechanisms' parameters.
+        choose_slices: False keeps the axes of the heads.
+        progress: whether to report progress, or a function of (step, steps, loss).
+        seed: determines the order of the batches.
 
     Raises:
         ValueError: nothing in this model was converted, or there are no batches.
@@ -155,7 +155,7 @@ def calibrate(
 
 
 def restore_weights(model: nn.Module) -> None:
-    """Give the modules that were calibrated the weights that they had before."""
+    """Restore the weights of calibrated modules from before the calibration."""
     with torch.no_grad():
         for module in model.modules():
             for name, weight in module.__dict__.pop(_BEFORE, {}).items():
@@ -163,7 +163,7 @@ def restore_weights(model: nn.Module) -> None:
 
 
 def _teacher(model: nn.Module) -> nn.Module:
-    """A copy that computes what the model did before it was converted, in mechanisms too."""
+    """A copy of the model as it was before the conversion, with mechanisms for softmax too."""
     teacher = copy.deepcopy(model).eval().requires_grad_(False)
     restore_weights(teacher)
     for module in converted_modules(teacher).values():

@@ -1,4 +1,4 @@
-"""Put a mechanism into a model that exists already, and take it out again."""
+"""Swap the attention of an existing model for a mechanism, and revert it."""
 
 import fnmatch
 import re
@@ -35,40 +35,42 @@ def convert(
     cross: bool | None = None,
     causal: bool = True,
 ) -> nn.Module:
-    """Replace what the attention modules of a model compute, in place; their weights are kept.
+    """Replace the attention of a model by a mechanism, in place, keeping its weights.
 
-    Converted are ``nn.MultiheadAttention`` (also inside torch's Transformer layers), the attention
-    of timm's Vision Transformers, the encoders of transformers and :class:`espformer.nn.Attention`.
-    Names of parameters stay, so checkpoints of the original load with ``strict=False``; what a
-    mechanism adds stands under ``<attention>.mechanism``.
+    It converts ``nn.MultiheadAttention`` (also inside torch's Transformer layers), the attention of
+    timm's Vision Transformers, the encoders of transformers, and :class:`espformer.nn.Attention`.
+    Parameter names do not change, so checkpoints of the original load with ``strict=False``. The
+    state of a mechanism is stored under ``<attention>.mechanism``.
 
-    Causal attention is left: a causal matrix whose rows and columns sum to one is the identity.
-    ``print(espformer.integrations.conversion_report(model))`` shows what was converted, what was
-    left, and why.
+    Causal attention is not converted: a causal matrix with unit row and column sums is the
+    identity. ``print(espformer.integrations.conversion_report(model))`` lists what was converted,
+    what was not, and why.
 
-    Dropout on the attention matrix of the original is not applied: there is no matrix. Mechanisms
-    have their own, ``ESP(slice_dropout=...)`` or ``Softmax(dropout=...)``.
+    Dropout on the attention matrix of the original is not applied, because there is no matrix. Use
+    ``ESP(slice_dropout=...)`` or ``Softmax(dropout=...)`` instead.
 
     Args:
         model: any module.
-        mechanism: such as ``espformer.nn.ESP()``; every layer gets a copy of its own.
-        where: which modules. A string is a shell pattern for the name of a module, or of one that
-            holds it: ``"encoder.layer.[0-5]"`` is all attention in those six layers. A compiled
-            regular expression is searched in the name. A function takes (name, module).
-        cross: True converts cross-attention too. In a decoder that writes word by word a
-            doubly-stochastic cross-attention would let a word see later ones: what one query takes,
-            the others lack. Where only the call of a module shows whether queries and keys are the
-            same tokens, equal tensors are self-attention; others are cross-attention with True,
-            self-attention with False, and an error by default where it makes a difference.
-        causal: whether self-attention in an ``nn.TransformerDecoderLayer``, which only sees at the
-            call whether its mask is causal, is taken to be. False converts it too, for decoders
-            that see all their queries at once, as in DETR; a causal mask is then an error.
+        mechanism: such as ``espformer.nn.ESP()``; every layer gets its own copy.
+        where: selects modules. A string is a shell pattern for the name of a module or of one of
+            its parents: ``"encoder.layer.[0-5]"`` selects all attention in those six layers. A
+            compiled regular expression is searched for in the name. A function takes
+            (name, module).
+        cross: True also converts cross-attention. Do not use it for autoregressive decoders:
+            doubly-stochastic cross-attention would leak information from later tokens, because the
+            weight that one query takes is missing for the others. For some modules only the call
+            shows whether queries and keys are the same tokens. There, equal tensors are
+            self-attention; different ones are cross-attention with True, self-attention with False,
+            and by default an error if it makes a difference.
+        causal: whether to assume that self-attention in an ``nn.TransformerDecoderLayer`` is
+            causal, since its mask is known only when it is called. False converts it too, for
+            decoders that see all their queries at once, as in DETR; a causal mask is then an error.
 
     Returns:
-        The model that was given.
+        The same model.
 
     Raises:
-        ValueError: nothing to convert; the message lists the attention modules that were seen.
+        ValueError: nothing to convert; the message lists the attention modules that were found.
 
     Example:
         >>> import espformer, torch
@@ -122,10 +124,10 @@ def convert(
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Undo :func:`convert`: every attention module computes again what it computed before.
+    """Undo :func:`convert`: restore the original attention of every module.
 
-    Weights stay as they are, trained since or not; those that :func:`espformer.calibrate` changed
-    are again what they were before. What the mechanism had learnt is lost.
+    Weights keep their current values, whether trained since or not, except that those changed by
+    :func:`espformer.calibrate` are restored. The parameters of the mechanisms are lost.
 
     Raises:
         ValueError: nothing in this model was converted.
@@ -145,7 +147,7 @@ def revert(model: nn.Module) -> nn.Module:
 
 
 def find_attention(model: nn.Module) -> list[Candidate]:
-    """All attention modules, those of unknown kinds included, in the model's order."""
+    """All attention modules, including unknown kinds, in the order of the model."""
     libraries = _libraries()
     modules = dict(model.named_modules())
     found: dict[str, Candidate] = {}
@@ -180,7 +182,7 @@ def _inside(name: str, outer: str) -> bool:
 
 
 def _libraries() -> list[ModuleType]:
-    """One module for each library whose models can be converted; each only where it is in use."""
+    """One module per supported library, only for libraries that are in use."""
     libraries: list[ModuleType] = [native, torch_nn]
     if "transformers" in sys.modules:
         from espformer.integrations import transformers

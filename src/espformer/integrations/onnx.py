@@ -1,8 +1,8 @@
-"""Models as graphs: ``torch.export`` and ONNX, for batches and lengths of any size.
+"""Export models with ``torch.export`` and ONNX, for any batch size and length.
 
-A hardened model is sorts, gathers and matrix products, all of which ONNX has. A soft one is written
-in its dense form, whose graph serves every length but holds a matrix for every slice: harden models
-before they are shipped, or keep the sequences short.
+A hardened model consists of sorts, gathers and matrix products, which ONNX supports. A soft model
+is exported in its dense form, which works for every length but holds an N×N matrix per slice:
+harden models before you ship them, or keep the sequences short.
 """
 
 import contextlib
@@ -29,17 +29,17 @@ def export_program(
     dynamic_length: bool = True,
     dynamic_shapes: Any = None,
 ) -> torch.export.ExportedProgram:
-    """A model as a graph of ``torch.export``, in evaluation mode.
+    """Export a model with ``torch.export``, in evaluation mode.
 
     Args:
         model: any model; its ESP attention may be hard or soft.
-        example_inputs: a tensor, a tuple of arguments, or a dictionary of named ones. Batch and
-            length must be at least 2, since a size of 1 is taken for a constant.
-        dynamic_batch: let the first dimension of every tensor vary.
-        dynamic_length: let the second one vary too, in tensors of two or three dimensions: tokens,
-            their embeddings and their masks. Images keep their size.
-        dynamic_shapes: says which sizes vary, in the form of ``torch.export.export``, instead of
-            the two above.
+        example_inputs: a tensor, a tuple of arguments, or a dictionary of keyword arguments. Batch
+            size and length must be at least 2, because a size of 1 is treated as a constant.
+        dynamic_batch: allow any batch size, the first dimension of every tensor.
+        dynamic_length: allow any length, the second dimension of tensors with two or three
+            dimensions: tokens, embeddings and masks. Images keep their size.
+        dynamic_shapes: specifies dynamic sizes in the format of ``torch.export.export``, instead of
+            the two options above.
     """
     arguments, named = call_arguments(example_inputs)
     if dynamic_shapes is None:
@@ -70,14 +70,14 @@ def export_onnx(
         model, example_inputs, dynamic_batch, dynamic_length, dynamic_shapes: as in
             :func:`export_program`.
         path: of the file.
-        tolerance: how far the file's outputs may be from the model's; checked if onnxruntime is
-            installed. None leaves the check out.
+        tolerance: largest accepted difference between the outputs of the file and the model;
+            checked if onnxruntime is installed. None skips the check.
 
     Returns:
         The path.
 
     Raises:
-        ValueError: the file computes something else than the model.
+        ValueError: the outputs of the file differ from those of the model.
     """
     program = export_program(
         model,
@@ -168,9 +168,9 @@ def _sizes(name: str, x: Any, batch: bool, length: bool) -> dict[int, Any] | Non
 
 
 def onnx_difference(model: nn.Module, inputs: Inputs, path: str | Path) -> float:
-    """The largest difference of an output of an ONNX file from the model's, on these inputs.
+    """The largest difference between outputs of an ONNX file and of the model, on these inputs.
 
-    The model is taken in evaluation mode, in the form that was exported.
+    The model is evaluated in the form that was exported.
     """
     import onnxruntime
 

@@ -1,4 +1,4 @@
-"""Loading of converted models that ``save_pretrained`` of transformers has saved."""
+"""Load converted models that were saved by ``save_pretrained`` of transformers."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -23,16 +23,16 @@ __all__ = ["load_pretrained"]
 def load_pretrained(
     model_class: Any, folder: str, mechanism: Mechanism | None = None, **options: Any
 ) -> nn.Module:
-    """Load a converted model that ``save_pretrained`` saved, with what its mechanisms learnt.
+    """Load a converted model saved by ``save_pretrained``, with the parameters of its mechanisms.
 
-    transformers loads the original, this function what the mechanisms add to it.
+    transformers loads the original model; this function then adds the mechanisms.
 
     Args:
         model_class: such as ``AutoModel``.
-        folder: where the model was saved, or its name on a hub.
-        mechanism: needed if the model was converted with a mechanism of one's own class, which its
-            configuration cannot describe.
-        options: for ``model_class.from_pretrained``.
+        folder: directory of the saved model, or its name on the hub.
+        mechanism: required if the model was converted with a user-defined mechanism class, which
+            the configuration cannot describe.
+        options: passed to ``model_class.from_pretrained``.
     """
     with _quiet_about_mechanisms():
         model = model_class.from_pretrained(folder, **options)

@@ -1,4 +1,4 @@
-"""The report of a conversion: one row for each attention module that was seen."""
+"""The report of a conversion: one row per attention module."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class ConversionRow:
         kind: its class.
         heads: number of heads, if known.
         action: "converted" or "left".
-        reason: why it was left; what took its place where it was converted.
+        reason: the mechanism, or why the module was not converted.
     """
 
     module: str
@@ -41,7 +41,7 @@ class ConversionReport:
 
     @property
     def left(self) -> list[str]:
-        """Names of the modules that were left as they are."""
+        """Names of the modules that were not converted."""
         return [row.module for row in self.rows if row.action == "left"]
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""A mechanism as a dictionary that a configuration file can hold, and back."""
+"""Convert a mechanism to a dictionary for a configuration file, and back."""
 
 import inspect
 from typing import Any
@@ -17,9 +17,9 @@ _KEPT_AS = {"slicer": "slicer_kind", "lambda_init": "lambda_schedule"}
 
 
 def settings_of(mechanism: Mechanism) -> dict[str, Any] | None:
-    """The arguments that make this mechanism again, or None if a dictionary cannot hold them.
+    """The arguments that recreate this mechanism, or None if a dictionary cannot hold them.
 
-    Only what differs from the defaults is named, and the temperatures of ESP always.
+    They include everything that differs from the defaults, and always ESP's temperatures.
 
     Example:
         >>> from espformer.nn import Sinkhorn
@@ -51,7 +51,7 @@ def settings_of(mechanism: Mechanism) -> dict[str, Any] | None:
 
 
 def stored_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings that a saved model has, with the defaults of the time when it was saved.
+    """Settings of a saved model, completed by the defaults of the version that saved it.
 
     Example:
         >>> stored_settings({"name": "ESP", "hard": True})["temperature_unit"]

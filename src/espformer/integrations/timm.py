@@ -1,8 +1,8 @@
 """Mechanisms inside the attention of timm's Vision Transformers.
 
-Modules are recognised by what they hold and by what they compute, so timm itself is not imported,
-and a copy of the class in another library is as good. ``qkv``, ``proj`` and the optional norms are
-kept and used, only what happens between them changes.
+Modules are recognised by their attributes and by what they compute. So timm itself is not imported,
+and copies of the class in other libraries work too. ``qkv``, ``proj`` and the optional norms are
+kept; only the computation between them changes.
 """
 
 import inspect

@@ -1,10 +1,10 @@
 """Mechanisms inside ``torch.nn.MultiheadAttention``, alone and in torch's Transformer layers.
 
-In evaluation torch's layers do not call the attention module that they hold: they hand its weights
-to one fused softmax kernel, and ``TransformerEncoder`` packs padded batches into nested tensors for
-it. A model would then train with one attention and answer with another. A converted module says
-that its projections are not of the form which that kernel takes, so no layer around it ever takes
-that path, and the encoder's nested tensors are switched off.
+In evaluation mode, torch's layers bypass their attention module: they pass its weights to a fused
+softmax kernel, and ``TransformerEncoder`` packs padded batches into nested tensors for it. A model
+would then train with one attention and evaluate with another. A converted module reports that its
+projections do not have the form that this kernel requires, so no layer takes that path. The
+encoder's nested tensors are disabled.
 """
 
 import ast

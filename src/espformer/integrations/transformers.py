@@ -1,12 +1,12 @@
 """Mechanisms inside models of transformers, through its registry of attention functions.
 
-Importing this module registers the name ``"espformer"``, for attention and for masks: without the
-second, transformers would hand over no mask and padded tokens would take part.
+Importing this module registers the name ``"espformer"`` for attention and for masks. Without the
+latter, transformers would pass no mask, and padded tokens would take part.
 
-Two ways to use it. ``espformer.convert(model, mechanism)`` gives every chosen attention module a
-mechanism of its own, with its parameters;
-:func:`espformer.integrations.pretrained.load_pretrained` loads what ``save_pretrained`` saved of
-such a model. Without it, for mechanisms that have no parameters::
+There are two ways to use it. ``espformer.convert(model, mechanism)`` gives every selected attention
+module its own mechanism, with parameters. :func:`espformer.integrations.pretrained.load_pretrained`
+loads such a model after ``save_pretrained``. Mechanisms without parameters also work without
+``convert``::
 
     import espformer.integrations.transformers
     config = AutoConfig.from_pretrained(name)

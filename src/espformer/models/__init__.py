@@ -1,6 +1,6 @@
-"""Models of the ESPFormer paper's experiments; each takes a mechanism and never asks which.
+"""Models of the ESPFormer paper's experiments; each accepts any mechanism.
 
-The defaults of each class are the model of the paper; :func:`build_model` knows more by name.
+The defaults of each class give the paper's model; :func:`build_model` has more, by name.
 """
 
 import difflib
@@ -91,7 +91,7 @@ def build_model(name: str, **options: Any) -> nn.Module:
 
     Args:
         name: one of :func:`available_models`.
-        **options: arguments of the model's class, over those that the name stands for.
+        **options: arguments of the model's class; they override those of the named model.
 
     Example:
         >>> from espformer.nn import ESP

@@ -48,17 +48,17 @@ class MLP(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """Self-attention and a feed-forward, each around a residual connection.
+    """Self-attention and a feed-forward, each with a residual connection.
 
     Args:
         dim: width of the tokens.
         heads: number of heads.
-        mechanism: of the attention; :class:`espformer.nn.ESP` unless given.
-        head_dim: width of a head; ``dim // heads`` unless given.
+        mechanism: of the attention; :class:`espformer.nn.ESP` by default.
+        head_dim: width of a head; ``dim // heads`` by default.
         qk_dim, key_init: of the attention, see :class:`espformer.nn.Attention`.
-        mlp_dim: hidden width of the feed-forward; None leaves it out, with its norm.
-        norm_first: normalise what goes into a sublayer (ViT) or its sum with the input (post-norm).
-        activation: of the feed-forward; GELU unless given.
+        mlp_dim: hidden width of the feed-forward; None omits it and its norm.
+        norm_first: pre-norm (as in ViT) or post-norm.
+        activation: of the feed-forward; GELU by default.
         qkv_bias: bias in the projections of queries, keys and values.
         dropout: on the output of both sublayers.
         depth: index of the block in its model, from 0.
@@ -144,8 +144,8 @@ class Classifier(nn.Module):
 def record_attention(model: nn.Module) -> Iterator[list[Tensor]]:
     """Collect the attention matrix of every mechanism that `model` calls, in the order of calls.
 
-    A matrix is computed for the record alone, and gradients flow to it as they do in the model.
-    What a mechanism calls inside itself (the base of ``Differential``) is part of its own matrix.
+    Matrices are computed only for this record, and gradients flow to them as in the model. The
+    matrix of a mechanism includes those that it wraps (the base of ``Differential``).
 
     Example:
         >>> from espformer.nn import Attention
@@ -180,7 +180,7 @@ def record_attention(model: nn.Module) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put `model` in evaluation mode, and every part of it back into its own mode afterwards."""
+    """Put `model` in evaluation mode, and restore the mode of every submodule afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -248,7 +248,7 @@ def sinusoidal_positions(length: int, dim: int) -> Tensor:
 
 
 def token_positions(mask: Tensor) -> Tensor:
-    """Position of each token among those that take part, so padding anywhere moves nothing.
+    """Position of each token among the real tokens; padding anywhere has no effect.
 
     Example:
         >>> token_positions(torch.tensor([[False, True, True, False]]))

@@ -1,11 +1,11 @@
-"""Parts of an autoregressive decoder: causal softmax, attention that continues, decoder block.
+"""Parts of an autoregressive decoder: causal softmax, incremental attention, decoder block.
 
-A decoder computes all positions of a known target at once when it is trained, and one after the
-other when it translates. Both agree only if what a position gets does not depend on later ones.
-Doubly-stochastic attention does not have this property, not even towards the source: its columns
-sum to one, so what one query takes is missing for the others. Hence softmax in the decoder, or a
-mechanism built on it, such as ``Differential(CausalSoftmax())``; :class:`DecoderBlock` refuses
-mechanisms that would look ahead.
+In training, a decoder computes all positions of a known target at once; in translation, one after
+the other. The two agree only if the output at a position does not depend on later positions.
+Doubly-stochastic attention does not have this property, not even in cross-attention to the source:
+its columns sum to one, so the weight that one query takes is missing for the others. So the decoder
+uses softmax, or a mechanism built on it such as ``Differential(CausalSoftmax())``.
+:class:`DecoderBlock` refuses mechanisms that look ahead.
 """
 
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ __all__ = ["CausalSoftmax", "DecoderBlock", "DecoderState", "IncrementalAttentio
 class CausalSoftmax(Mechanism):
     """Softmax attention in which a query sees the keys up to its own position.
 
-    The N queries are the last N of the M positions that the keys hold, so one query with all the
-    keys so far gives the last row of what all queries would.
+    The N queries are the last N of the M key positions, so a single query with all keys so far
+    gives the last row of the full result.
 
     Example:
         >>> x = torch.randn(2, 4, 5, 8)
@@ -93,16 +93,16 @@ class DecoderState:
     value: Tensor | None = None
 
     def reorder(self, rows: Tensor) -> None:
-        """Row i continues what row ``rows[i]`` was; the source stays, it is each sentence's own."""
+        """Let row i continue row ``rows[i]``; keys and values of the source do not change."""
         if self.key is not None and self.value is not None:
             self.key, self.value = self.key[rows], self.value[rows]
 
 
 class IncrementalAttention(Attention):
-    """:class:`espformer.nn.Attention` that can also go on from keys and values it has made."""
+    """:class:`espformer.nn.Attention` that can also continue from cached keys and values."""
 
     def advance(self, x: Tensor, state: DecoderState) -> Tensor:
-        """Self-attention of the next positions ``(batch, new, dim)``, which `state` takes in."""
+        """Self-attention of the next positions ``(batch, new, dim)``; updates `state`."""
         query, key, value = self._project(x, None)
         if state.key is not None and state.value is not None:
             key = torch.cat([state.key, key], dim=2)
@@ -139,8 +139,8 @@ class DecoderBlock(nn.Module):
         dim: width of the tokens.
         heads: number of heads.
         mlp_dim: hidden width of the feed-forward.
-        decoder_mechanism: of the self-attention; :class:`CausalSoftmax` unless given.
-        cross_mechanism: of the cross-attention; :class:`espformer.nn.Softmax` unless given.
+        decoder_mechanism: of the self-attention; :class:`CausalSoftmax` by default.
+        cross_mechanism: of the cross-attention; :class:`espformer.nn.Softmax` by default.
         dropout: on the output of all sublayers.
         depth: index of the block in its model, from 0.
 
@@ -194,7 +194,7 @@ class DecoderBlock(nn.Module):
         return DecoderState(*self.cross_attn.memory(memory))
 
     def step(self, x: Tensor, state: DecoderState, memory_mask: Tensor) -> Tensor:
-        """The next positions of each target, which `state` takes in.
+        """Process the next positions of each target and update `state`.
 
         Args:
             x: ``(batch, new, dim)``, or ``(batch · beam, 1, dim)`` in a search with a beam.

@@ -1,14 +1,14 @@
 """Point Cloud Transformer (Guo et al., CVM 2021, https://arxiv.org/abs/2012.09688).
 
-With LBR = linear layer, batch norm and ReLU, and SA(F) what attention makes of the features F, a
-layer is
+With LBR = linear layer, batch norm and ReLU, and SA(F) the attention output for features F, a layer
+is
 
     naive:   F + LBR(SA(F))
     offset:  F + LBR(F − SA(F))
 
-and its attention has one head whose queries and keys are a quarter as wide as its values. PCT has
-a matrix of its own, a softmax along one side that is then divided by its sums along the other; here
-SA(F) is the output of the mechanism, and nothing else changes.
+and its attention has one head with queries and keys a quarter as wide as its values. The original
+PCT uses a softmax along one dimension, divided by its sums along the other. Here SA(F) is the
+output of the mechanism, and nothing else changes.
 """
 
 from collections.abc import Sequence
@@ -59,16 +59,17 @@ class PointLayer(nn.Module):
 class NeighbourEmbedding(nn.Module):
     """Samples points and gives each one the features of its neighbours.
 
-    Points are drawn by farthest point sampling. The nearest neighbours of each, as differences of
-    features from its own, beside its own, go through two point layers and a maximum.
+    Points are chosen by farthest point sampling. For each point, the features of its nearest
+    neighbours relative to its own, concatenated with its own, pass through two point layers and a
+    maximum.
 
     Args:
-        channels: width of the features that come in.
-        dim: width of the features that go out.
-        samples: how many points to keep.
-        neighbours: how many of the nearest points each of them looks at, itself included.
-        sampled: the points come from such a sampling, in its order, so the sample is their
-            beginning.
+        channels: width of the input features.
+        dim: width of the output features.
+        samples: number of points to keep.
+        neighbours: number of nearest neighbours per point, including itself.
+        sampled: the points were produced by farthest point sampling, in its order, so the sample
+            consists of the first ones.
 
     Example:
         >>> embed = NeighbourEmbedding(8, 16, samples=5, neighbours=4)
@@ -127,9 +128,9 @@ class PointAttention(nn.Module):
 
     Args:
         dim: width of the features.
-        mechanism: :class:`espformer.nn.ESP` unless given.
+        mechanism: :class:`espformer.nn.ESP` by default.
         heads: number of heads.
-        offset: offset-attention, or the naive one.
+        offset: use offset-attention instead of naive attention.
         tie_query_key: project queries and keys by one matrix, see :class:`PointCloudTransformer`.
         depth: index of the layer in its model, from 0.
 
@@ -185,20 +186,20 @@ class PointCloudTransformer(Classifier):
 
     The published code projects queries and keys by the same matrix, although the equations of the
     original have two. An exact sort then matches every point with itself: hard ESP attention would
-    be the identity. So queries and keys have their own here, unless `tie_query_key`, which gives
-    the published number of parameters (2.88 million, and 1.36 million for the other forms).
+    be the identity. So queries and keys have separate projections here. `tie_query_key` gives the
+    published number of parameters (2.88 million, and 1.36 million for the other forms).
 
     Args:
         classes: number of classes.
-        mechanism: of all attention layers; :class:`espformer.nn.ESP` unless given.
+        mechanism: of all attention layers; :class:`espformer.nn.ESP` by default.
         channels: coordinates of a point, first x, y and z, then others such as a normal.
         dim: width of the attention layers.
         depth: number of attention layers; their outputs are concatenated.
-        heads: heads of each layer, each with queries and keys a quarter as wide as `dim`. With 4 of
-            them the values are as wide, which ``Differential`` needs.
-        samples: points that the two neighbour embeddings keep; None leaves the embeddings out.
-        neighbours: points that each of those looks at.
-        offset: offset-attention, or the naive one.
+        heads: heads of each layer, each with queries and keys a quarter as wide as `dim`. With 4
+            heads the values have the same width, which ``Differential`` requires.
+        samples: number of points kept by the two neighbour embeddings; None omits the embeddings.
+        neighbours: number of neighbours of each of these points.
+        offset: use offset-attention instead of naive attention.
         pool: "max" over points, or "max_mean", the maximum and the mean side by side.
         tie_query_key: one projection for queries and keys.
         random_start: in training, start farthest point sampling at a random point of each cloud
@@ -280,7 +281,7 @@ class PointCloudTransformer(Classifier):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, inputs: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits of point clouds, whatever the order of their points.
+        """Logits of point clouds, independent of the order of their points.
 
         Args:
             inputs: points, ``(batch, points, channels)``.

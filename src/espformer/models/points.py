@@ -1,7 +1,7 @@
 """Geometry of point clouds: sampling, neighbours and gathering, for whole batches.
 
-A cloud can have fewer points than are asked for, because it is small or padded. Then all of its
-points are returned, and a mask says which entries are points.
+A cloud may have fewer points than requested, because it is small or padded. Then all its points are
+returned, and a mask marks the valid entries.
 """
 
 import torch
@@ -14,20 +14,20 @@ __all__ = ["farthest_points", "gather", "nearest_points"]
 def farthest_points(
     points: Tensor, samples: int, mask: Tensor | None = None, *, random_start: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Farthest point sampling: each point is the farthest from those taken before it.
+    """Farthest point sampling: each point is the farthest from those chosen before it.
 
-    The first is the farthest from the middle of its cloud, so the sample does not depend on the
-    order of the points. The beginning of a sample is a smaller sample: both of the cloud, and of
-    the points that were sampled.
+    The first is the farthest from the centre of its cloud, so the sample does not depend on the
+    order of the points. The first points of a sample are themselves a smaller sample, both of the
+    cloud and of the sampled points.
 
     Args:
         points: ``(batch, points, 3)``.
-        samples: how many to take; all points when there are fewer.
+        samples: number of points to choose; all points if there are fewer.
         mask: boolean ``(batch, points)``, True = takes part.
-        random_start: take the first one at random instead.
+        random_start: choose the first one at random instead.
 
     Returns:
-        Indices ``(batch, samples)``, no point twice, and which of them take part,
+        Indices ``(batch, samples)``, without repetition, and which of them take part,
         boolean ``(batch, samples)``, or None if all do.
 
     Example:
@@ -70,12 +70,12 @@ def farthest_points(
 def nearest_points(
     centres: Tensor, points: Tensor, neighbours: int, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The nearest points of each centre, nearest first.
+    """The nearest neighbours of each centre, nearest first.
 
     Args:
         centres: ``(batch, centres, 3)``.
         points: ``(batch, points, 3)``.
-        neighbours: how many; all points when there are fewer.
+        neighbours: number of neighbours; all points if there are fewer.
         mask: boolean ``(batch, points)``, True = takes part.
 
     Returns:

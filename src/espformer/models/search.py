@@ -18,7 +18,7 @@ def beam_search(
     end_id: int,
     pad_id: int,
 ) -> tuple[Tensor, Tensor]:
-    r"""The best sequence of each sentence that a beam finds.
+    r"""The best sequence found by beam search for each sentence.
 
     A sequence of n tokens, the end token included, scores
     :math:`\frac{1}{n^\alpha} \sum_i \log p(y_i \mid y_{<i})`, where α is the length penalty. Each
@@ -32,12 +32,13 @@ def beam_search(
         advance: takes the last tokens, ``(batch, beam)``, and which hypothesis each of them
             extends, indices ``(batch, beam)`` into the beam of the step before, None at the first
             step; returns log-probabilities of the next token, ``(batch, beam, vocabulary)``.
-        limits: most tokens of each sentence, the end token included, integers ``(batch,)``.
+        limits: maximum number of tokens per sentence, including the end token: integers
+            ``(batch,)``.
         beam: number of hypotheses.
         length_penalty: α; larger favours longer sequences.
         start_id: token before the first.
         end_id: token after the last.
-        pad_id: fills up shorter sequences, and is never generated.
+        pad_id: pads shorter sequences, and is never generated.
 
     Returns:
         Tokens ``(batch, length)`` with the end token, without the start token, and their scores

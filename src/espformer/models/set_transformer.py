@@ -7,8 +7,8 @@ Blocks follow the equations of that paper. With X and Y sets of vectors,
     ISAB(X)    = MAB(X, MAB(I, X)),       I trained inducing points
     PMA(X)     = MAB(S, X),               S trained seeds
 
-where rFF is one linear layer with ReLU. All but SAB have as many queries as they like for the keys
-they get (N ≠ M), so this is where a mechanism's coupling of unequal sets is used.
+where rFF is one linear layer with ReLU. In all but SAB the numbers of queries and keys may differ
+(N ≠ M), so the mechanism's coupling of unequal sets is used here.
 """
 
 from typing import cast
@@ -83,7 +83,7 @@ class SAB(nn.Module):
 
 
 class ISAB(nn.Module):
-    """Induced set attention block: through a few trained inducing points, linear in the set.
+    """Induced set attention block: uses a few trained inducing points, linear in the set size.
 
     Example:
         >>> ISAB(32, 4, inducing_points=3)(torch.randn(2, 5, 32)).shape
@@ -115,7 +115,7 @@ class PMA(nn.Module):
     """Pooling by multi-head attention: trained seeds attend to the set.
 
     A doubly-stochastic matrix with a single row is uniform, so with one seed such a mechanism
-    pools by the mean; give it several.
+    computes the mean; use several seeds.
 
     Example:
         >>> PMA(32, 4, seeds=2)(torch.randn(3, 5, 32)).shape
@@ -146,13 +146,14 @@ class SetTransformer(Classifier):
 
     The defaults are the ModelNet40 model of the ESPFormer paper (two ISABs in the encoder, a PMA
     and a SAB in the decoder) with the sizes of the code it builds on (Sinkformers). The paper does
-    not tell the number of seeds; one would make the SAB idle, and a doubly-stochastic PMA the mean.
+    not give the number of seeds. With one seed the SAB would do nothing, and a doubly-stochastic
+    PMA would be the mean.
 
     Points are first mapped linearly to `dim`, so that every block has one width.
 
     Args:
         classes: number of classes.
-        mechanism: of all attention layers; :class:`espformer.nn.ESP` unless given.
+        mechanism: of all attention layers; :class:`espformer.nn.ESP` by default.
         channels: coordinates and features of a point.
         dim: width of all blocks.
         heads: heads of each attention layer.
@@ -212,7 +213,7 @@ class SetTransformer(Classifier):
         self.head = nn.Linear(seeds * dim, classes)
 
     def forward(self, inputs: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits of sets, whatever the order of their elements.
+        """Logits of sets, independent of the order of their elements.
 
         Args:
             inputs: points, ``(batch, points, channels)``.

@@ -1,8 +1,8 @@
 """Text classifier on an encoder (Vaswani et al., NeurIPS 2017, https://arxiv.org/abs/1706.03762).
 
 The model of the text-classification-transformer of https://github.com/lyeoni/nlp-tutorial, on which
-Sinkformers and ESPFormer compare attention on IMDb and TweetEval. What differs from that code:
-padding takes no part in the attention nor in the maximum, so a review gives the same logits in
+Sinkformers and ESPFormer compare attention on IMDb and TweetEval. Differences from that code:
+padding is excluded from the attention and from the maximum, so a review gives the same logits in
 every batch; positions count from zero; and the model returns logits, not probabilities.
 """
 
@@ -29,20 +29,19 @@ class TextClassifier(Classifier):
     Args:
         vocabulary: number of token ids.
         classes: number of classes.
-        mechanism: of all attention layers; :class:`espformer.nn.ESP` unless given.
+        mechanism: of all attention layers; :class:`espformer.nn.ESP` by default.
         dim: width of the tokens.
         depth: number of blocks.
         heads: heads of each attention layer.
-        head_dim: width of a head; None is ``dim // heads``.
+        head_dim: width of a head; None means ``dim // heads``.
         qk_dim, key_init: of all attention layers, see :class:`espformer.nn.Attention`.
         mlp_dim: hidden width of the feed-forwards.
         max_length: longest sequence.
         dropout: on the output of all sublayers.
         pad_id: id of the padding token.
-        packed: whether the blocks work on the tokens that take part alone, one sequence after the
-            other: a batch then costs as much as it has tokens. The logits are the same, to
-            rounding. The lengths are waited for, so a packed model cannot be recorded as a CUDA
-            graph.
+        packed: process only real tokens, as packed sequences, so the cost of a batch depends on
+            its number of tokens. The logits are the same up to rounding. This synchronises the
+            device to read the lengths, so a packed model cannot be captured as a CUDA graph.
 
     Example:
         >>> import torch
@@ -105,7 +104,7 @@ class TextClassifier(Classifier):
 
         Args:
             inputs: token ids, ``(batch, tokens)``.
-            mask: boolean ``(batch, tokens)``, True = takes part; unless given, all tokens but
+            mask: boolean ``(batch, tokens)``, True = takes part; by default, all tokens but
                 `pad_id`.
 
         Returns:
@@ -128,7 +127,7 @@ class TextClassifier(Classifier):
         return self.head(masked_max(x, mask))
 
     def _packed(self, inputs: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-        """What the blocks make of the tokens that take part; zero elsewhere."""
+        """The output of the blocks, computed on packed sequences; zero at padding."""
         packing = Packing.of_mask(mask)
         x = self.embedding(inputs[mask]) + self.positions[positions[mask]]
         for block in self.blocks:

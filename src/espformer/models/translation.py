@@ -20,10 +20,10 @@ __all__ = ["TranslationTransformer"]
 
 
 class TranslationTransformer(nn.Module):
-    """Transformer that translates, with any mechanism in the encoder and softmax in the decoder.
+    """Translation Transformer with any mechanism in the encoder and softmax in the decoder.
 
-    A decoder cannot see later positions, which rules doubly-stochastic attention out there, see
-    :mod:`espformer.models.decoder`. A differential model has it everywhere::
+    A decoder must not see later positions, which rules out doubly-stochastic attention, see
+    :mod:`espformer.models.decoder`. To use differential attention everywhere::
 
         TranslationTransformer(
             mechanism=Differential(ESP()),
@@ -34,12 +34,12 @@ class TranslationTransformer(nn.Module):
 
     Args:
         vocabulary: number of token ids of the source.
-        target_vocabulary: number of token ids of the target; `vocabulary` unless given.
-        mechanism: of the encoder; :class:`espformer.nn.ESP` unless given.
+        target_vocabulary: number of token ids of the target; `vocabulary` by default.
+        mechanism: of the encoder; :class:`espformer.nn.ESP` by default.
         decoder_mechanism: of the decoder's self-attention;
-            :class:`espformer.models.CausalSoftmax` unless given.
+            :class:`espformer.models.CausalSoftmax` by default.
         cross_mechanism: of the decoder's attention to the source; :class:`espformer.nn.Softmax`
-            unless given.
+            by default.
         dim: width of the tokens.
         heads: heads of each attention layer.
         mlp_dim: hidden width of the feed-forwards.
@@ -124,7 +124,7 @@ class TranslationTransformer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw embeddings and linear layers as fairseq does; mechanisms keep their own."""
+        """Initialise embeddings and linear layers as fairseq does; mechanisms are not changed."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -144,9 +144,9 @@ class TranslationTransformer(nn.Module):
 
         Args:
             source: token ids, ``(batch, source)``.
-            target: token ids that begin with `start_id` and are padded at their end,
+            target: token ids that begin with `start_id` and are padded at the end,
                 ``(batch, target)``.
-            source_mask: boolean ``(batch, source)``, True = takes part; unless given, all tokens
+            source_mask: boolean ``(batch, source)``, True = takes part; by default, all tokens
                 but `pad_id`.
 
         Returns:
@@ -178,19 +178,19 @@ class TranslationTransformer(nn.Module):
         length_penalty: float = 1.0,
         max_length: int | None = None,
     ) -> Tensor:
-        """Translations by beam search, one position after the other, in evaluation mode.
+        """Translate by beam search, one position at a time, in evaluation mode.
 
         Args:
             source: token ids, ``(batch, source)``.
-            source_mask: boolean ``(batch, source)``, True = takes part; unless given, all tokens
+            source_mask: boolean ``(batch, source)``, True = takes part; by default, all tokens
                 but `pad_id`.
             beam: number of hypotheses, see :func:`espformer.models.beam_search`; 1 is greedy.
             length_penalty: power of the length by which a hypothesis' log-probability is divided.
-            max_length: most tokens of a translation, the end token included; 1.2 times the tokens
-                of its source plus 10 unless given.
+            max_length: maximum number of tokens of a translation, including the end token; by
+                default 1.2 times the tokens of its source plus 10.
 
         Returns:
-            Token ids ``(batch, length)`` that finish with `end_id`, filled up with `pad_id`.
+            Token ids ``(batch, length)`` that end with `end_id`, padded with `pad_id`.
         """
         mask = self._mask(source, source_mask)
         if max_length is None:

@@ -18,7 +18,7 @@ __all__ = ["PatchEmbedding", "VisionTransformer"]
 
 
 class PatchEmbedding(nn.Module):
-    """Cuts an image into patches and projects each one linearly.
+    """Splits an image into patches and projects each one linearly.
 
     Example:
         >>> PatchEmbedding(patch_size=(7, 14), channels=1, dim=8)(torch.randn(2, 1, 28, 28)).shape
@@ -43,23 +43,23 @@ class VisionTransformer(Classifier):
 
     Args:
         classes: number of classes.
-        mechanism: of all attention layers; :class:`espformer.nn.ESP` unless given, with a class
-            token that reads by softmax (:class:`espformer.nn.ClassToken`) if there is one.
+        mechanism: of all attention layers; :class:`espformer.nn.ESP` by default. If there is a
+            class token, it attends by softmax by default (:class:`espformer.nn.ClassToken`).
         image_size: height and width in pixels, or one number for both.
         patch_size: height and width of a patch, or one number for both.
         channels: of the image.
         dim: width of the tokens.
         depth: number of blocks.
         heads: heads of each attention layer.
-        head_dim: width of a head; None is ``dim // heads``.
+        head_dim: width of a head; None means ``dim // heads``.
         qk_dim, key_init: of all attention layers, see :class:`espformer.nn.Attention`.
-        mlp_dim: hidden width of the feed-forwards; None leaves them out (the attention-only model
-            of the paper's patch size experiment).
-        pool: "cls" classifies a class token, "mean" the mean of the patches, without such a token.
-        qkv_bias: bias in the projections of queries, keys and values; timm has it.
+        mlp_dim: hidden width of the feed-forwards; None omits them (the attention-only model of
+            the paper's patch size experiment).
+        pool: "cls" classifies a class token, "mean" the mean of the patches, without a class token.
+        qkv_bias: bias in the projections of queries, keys and values, as in timm.
         dropout: on the embedding and on the output of all sublayers.
-        position_std: standard deviation of the first position embedding and class token; timm
-            has 0.02.
+        position_std: standard deviation of the initial position embedding and class token; timm
+            uses 0.02.
 
     Example:
         >>> from espformer.nn import ESP

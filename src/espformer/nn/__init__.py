@@ -1,4 +1,4 @@
-"""Layers: attention, the mechanisms that it takes, slicers, and annealing."""
+"""Layers: attention, its mechanisms, slicers, and annealing."""
 
 from espformer.nn.annealing import (
     anneal,

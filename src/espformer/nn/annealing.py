@@ -1,9 +1,9 @@
-"""Sharpening a trained model: sort temperatures, hard sorting, straight-through.
+"""From a soft to a hard sort: sort temperatures, hard sorting, straight-through.
 
 Each function acts on every :class:`espformer.nn.ESP` inside a model, also inside ``Differential``,
-and returns the names of those it changed. What they set is saved with the model's state dict.
+and returns the names of the modules it changed. The settings are saved in the model's state dict.
 
-The life of a model in the paper: train soft, fine-tune while the temperature falls by a factor each
+The paper's procedure: train soft, fine-tune while the temperature is multiplied by a factor each
 epoch, then sort exactly.
 
     >>> from espformer.nn import Attention, anneal, exponential_schedule, harden
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def set_sort_temperature(model: nn.Module, temperature: float) -> list[str]:
-    """Give every ESP mechanism this sort temperature; learnt ones go on learning from there.
+    """Set the sort temperature of every ESP mechanism; learnable ones continue from there.
 
     Example:
         >>> from espformer.nn import Attention
@@ -48,7 +48,7 @@ def set_sort_temperature(model: nn.Module, temperature: float) -> list[str]:
 
 
 def get_sort_temperatures(model: nn.Module) -> dict[str, float | list[float]]:
-    """Sort temperature of every ESP mechanism by its name; one for each head where it is learnt.
+    """Sort temperature of every ESP mechanism, by name; one per head if it is learnt.
 
     Example:
         >>> from espformer.nn import ESP, Attention
@@ -65,9 +65,9 @@ def get_sort_temperatures(model: nn.Module) -> dict[str, float | list[float]]:
 
 
 def anneal(model: nn.Module, factor: float) -> list[str]:
-    """Multiply the sort temperature of every ESP mechanism, each head's own, by `factor`.
+    """Multiply the sort temperatures of all ESP mechanisms, for each head, by `factor`.
 
-    Temperatures stop falling at 1e-18 (1e-24 in the squared metric), where soft sorting is hard.
+    Temperatures do not fall below 1e-18 (1e-24 for the squared metric), where the sort is hard.
 
     Example:
         >>> from espformer.nn import ESP, Attention
@@ -93,7 +93,7 @@ def harden(model: nn.Module, *, ties: str | None = None) -> list[str]:
 
     Args:
         model: any module with ESP mechanisms inside.
-        ties: "stable" or "average", what to do with equal numbers; as it is unless given.
+        ties: "stable" or "average", how to treat equal numbers; unchanged by default.
     """
     changed = []
     for name, mechanism in _mechanisms("harden", model):
@@ -105,7 +105,7 @@ def harden(model: nn.Module, *, ties: str | None = None) -> list[str]:
 
 
 def soften(model: nn.Module) -> list[str]:
-    """Undo :func:`harden`: sort softly again, at the temperatures that the mechanisms have."""
+    """Undo :func:`harden`: sort softly again, at the current temperatures."""
     changed = []
     for name, mechanism in _mechanisms("soften", model):
         mechanism.change(hard=False)
@@ -114,10 +114,10 @@ def soften(model: nn.Module) -> list[str]:
 
 
 def set_straight_through(model: nn.Module, share: float) -> list[str]:
-    """Share in [0, 1] of the hard sort in the forward, while gradients stay the soft sort's.
+    """Mix the hard sort into the forward pass; gradients remain those of the soft sort.
 
-    0 is the soft forward, 1 the hard one; a share that grows during training moves from one to the
-    other.
+    The share is in [0, 1]: 0 is the soft forward pass and 1 the hard one. Increase it during
+    training to move from one to the other.
     """
     changed = []
     for name, mechanism in _mechanisms("set_straight_through", model):
@@ -127,10 +127,10 @@ def set_straight_through(model: nn.Module, share: float) -> list[str]:
 
 
 def exponential_schedule(start: float, factor: float, epochs: int) -> list[float]:
-    """Temperatures of the paper's annealing, one for each epoch: start·factor, start·factor², ...
+    """Temperatures of the paper's annealing, one per epoch: start·factor, start·factor², ...
 
-    `start` is the temperature that the model was trained with, so the first epoch already takes a
-    step and the last one trains at ``start * factor ** epochs``.
+    `start` is the temperature of the trained model, so the first epoch already uses a lower one,
+    and the last epoch trains at ``start * factor ** epochs``.
 
     Example:
         >>> schedule = exponential_schedule(1e-3, factor=0.8, epochs=40)

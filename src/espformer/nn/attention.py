@@ -15,25 +15,25 @@ class Attention(nn.Module):
     """Multi-head attention with any mechanism.
 
     Self-attention has one fused projection ``qkv`` and an output projection ``proj``, named and
-    laid out as in timm, so that weights of public Vision Transformers load. Cross-attention
+    laid out as in timm, so weights of public Vision Transformers can be loaded. Cross-attention
     (``cross=True``) has ``q``, ``kv`` and ``proj``.
 
     Args:
         dim: width of the tokens.
         heads: number of heads.
-        mechanism: what happens between the projections, :class:`ESP` unless given. The layer binds
-            a copy, so one object can be given to many layers.
+        mechanism: computes attention between the projections; :class:`ESP` by default. The layer
+            binds a copy, so you can pass one object to many layers.
         qkv_bias: bias in the projections of queries, keys and values.
         proj_bias: bias in the output projection.
         cross: attend to a second set of tokens, the context.
-        key_dim: width of the context's tokens (cross-attention only); `dim` unless given.
-        head_dim: width of a head; ``dim // heads`` unless given.
-        qk_dim: width of a head's queries and keys, apart from that of its values; `head_dim` unless
-            given. ESP attention sorts along each of these coordinates: its cost is proportional.
-        key_init: "own" draws the projection of the keys for itself, "query" begins it as a copy of
-            that of the queries, so that tokens match themselves at first.
+        key_dim: width of the context's tokens (cross-attention only); `dim` by default.
+        head_dim: width of a head; ``dim // heads`` by default.
+        qk_dim: width of a head's queries and keys, if it differs from that of its values;
+            `head_dim` by default. With axis slices, the cost of ESP is proportional to it.
+        key_init: "own" initialises the key projection independently, "query" as a copy of the
+            query projection, so that tokens initially match themselves.
         dropout: dropout on the output.
-        depth: index of the layer in its model, from 0, for mechanisms that depend on it.
+        depth: index of the layer in its model, from 0; some mechanisms depend on it.
 
     Example:
         >>> import torch
@@ -118,16 +118,16 @@ class Attention(nn.Module):
         """Attend.
 
         Args:
-            x: tokens, ``(batch, N, dim)``; packed sequences are ``(tokens, dim)``, with their
-                packing as the mask (self-attention only).
+            x: tokens, ``(batch, N, dim)``. Packed sequences have shape ``(tokens, dim)``, with
+                their packing as the mask (self-attention only).
             context: tokens to attend to, ``(batch, M, key_dim)``; cross-attention only.
             mask: boolean ``(batch, N)``, which tokens take part.
             context_mask: boolean ``(batch, M)``, which tokens of the context take part.
-            return_matrix: also return the attention matrix, which is computed for it alone.
+            return_matrix: also return the attention matrix, at extra cost.
 
         Returns:
-            ``(batch, N, dim)``, and ``(batch, heads, N, M)`` if asked. At padded tokens the output
-            is the bias of the output projection: what the mechanism adds there is zero.
+            ``(batch, N, dim)``, and with `return_matrix` also ``(batch, heads, N, M)``. At padded
+            tokens the output is the bias of the output projection, since the mechanism gives zero.
         """
         if isinstance(mask, Packing):
             return self._packed(x, mask, context, context_mask, return_matrix)

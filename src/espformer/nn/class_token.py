@@ -1,4 +1,4 @@
-"""A class token that reads by softmax, beside tokens that exchange by any mechanism."""
+"""A class token that attends by softmax; the other tokens use any mechanism."""
 
 import torch
 from torch import Tensor
@@ -11,8 +11,9 @@ __all__ = ["ClassToken"]
 class ClassToken(Wrapper):
     """The first token attends to all tokens by softmax; the others attend to each other by `base`.
 
-    A doubly-stochastic plan gives every token one share of the others' mass, the class token too.
-    Here it reads from all of them without taking part in the plan. It must not be masked.
+    A doubly-stochastic plan gives every token the same total weight, including the class token.
+    Here the class token reads from all tokens by softmax and does not take part in the plan. It
+    must not be masked.
 
     Args:
         base: mechanism of the other tokens.
@@ -26,7 +27,7 @@ class ClassToken(Wrapper):
         True
 
     References:
-        LOTFormer, arXiv 2509.23436, treats its class token so.
+        LOTFormer, arXiv 2509.23436, treats its class token in this way.
     """
 
     def __init__(self, base: Mechanism) -> None:
@@ -78,7 +79,7 @@ def _part(mask: Tensor | None, start: int, end: int | None = None) -> Tensor | N
 def _both_masks(
     query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Masks by the library's rule: that of the keys, alone, is also that of as many queries."""
+    """Both masks: without a query mask, the key mask also applies to the same number of queries."""
     if min(query.shape[-2], key.shape[-2]) < 2:
         raise ValueError(
             "ClassToken: there must be tokens beside the class token, got queries of shape "

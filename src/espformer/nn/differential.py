@@ -1,6 +1,6 @@
 r"""Differential attention around any mechanism (Ye et al. 2025).
 
-Two attentions share the values and one is taken from the other:
+Two attentions share the values, and one is subtracted from the other:
 
 .. math::
     \mathrm{out} = (1 - \lambda_0)\, \mathrm{RMSNorm}\big((A_1 - \lambda A_2) V\big), \qquad
@@ -27,12 +27,12 @@ class Differential(Mechanism):
 
     As in the original, a layer keeps its projections and halves its heads: of H heads of width D,
     heads 2h and 2h+1 are the two (query, key) groups of differential head h, and their two values
-    side by side are its value, of width 2D. So a layer needs no special case for it, and the
-    projections have as many parameters as with any other mechanism. With one head, its channels are
-    read as two heads of width D/2: groups of width D/2, a value of width D.
+    side by side are its value, of width 2D. So a layer needs no special case, and the
+    projections have the same number of parameters as with any other mechanism. A single head is
+    split into two groups of width D/2, with a value of width D.
 
-    The base sees one attention over all 2·(H/2) groups, so what it learns per head (temperatures,
-    slices) it learns for both groups of each differential head.
+    The base mechanism sees all 2·(H/2) groups as heads, so parameters per head (temperatures,
+    slices) are learnt separately for both groups of each differential head.
 
     λ is one number per layer, from four vectors of the width of a group drawn from N(0, 0.1²), and
     the norm's weight is shared by the heads, both as in the original.
@@ -99,7 +99,7 @@ class Differential(Mechanism):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the vectors of λ again and reset the norm; the base keeps its own."""
+        """Re-initialise the vectors of λ and the norm; the base keeps its parameters."""
         for vector in self._lambda_vectors():
             nn.init.normal_(vector, std=0.1)
         self.norm.reset_parameters()
@@ -144,8 +144,8 @@ class Differential(Mechanism):
     ) -> Tensor:
         """A₁ - λ A₂ of each differential head, before the norm.
 
-        ``(batch, heads, N, M)``: the matrix of a pair of heads stands at both of their places,
-        since both of their outputs are made with it.
+        ``(batch, heads, N, M)``: both heads of a pair have the same matrix, since both outputs are
+        computed with it.
         """
         self.require_bound(query)
         matrix = self.base.matrix(

@@ -1,4 +1,4 @@
-"""ESP attention as a mechanism: its options, its slices, what it learns and what is saved."""
+"""ESP attention as a mechanism: options, slices, parameters and saved state."""
 
 import math
 from dataclasses import replace
@@ -31,30 +31,31 @@ FEW_SLICES = 8
 class ESP(Mechanism):
     r"""Doubly-stochastic attention by Expected Sliced Transport Plans.
 
-    Queries and keys are sorted along each slice, matched rank by rank, and the matchings averaged
-    with weights that favour cheap ones, see :func:`espformer.esp_attention`.
+    Queries and keys are sorted along each slice and matched rank by rank. The matchings are
+    averaged with weights that favour low costs, see :func:`espformer.esp_attention`.
 
-    The options below are attributes too, and can be changed at any time. Temperature, its unit,
-    hardness, ties and straight-through change over the life of a model (train soft, sharpen,
-    harden), so they are part of its state dict: a checkpoint restores them, over what the
-    constructor said. They are kept as Python values, which a cast to 16 bits does not round and
-    which cost the forward no wait for the device, and saved as one small tensor, ``_extra_state``,
-    that any format of weights can hold. A state dict without it (of softmax attention, say) loads,
-    and leaves them as they are.
+    The options below are also attributes and can be changed at any time. Temperature, its unit,
+    `hard`, `ties` and `straight_through` change while a model is trained, annealed and hardened, so
+    they are part of its state dict: a checkpoint restores them and overrides the constructor. They
+    are stored as Python values, which a cast to 16 bits does not round and which need no device
+    synchronisation. They are saved as one small tensor, ``_extra_state``, which any weight format
+    can hold. A state dict without it (for example of softmax attention) can be loaded and leaves
+    them unchanged.
 
     Args:
-        temperature: `sort_temperature`, for short.
-        slicer: "axis", "frozen" or "learnable" (each head its own directions), or a slicer. "auto",
-            the default, takes frozen directions, or the axes where a head has no more of them: few
-            slices learn better than many in a deep model, and cost is proportional to their number.
-        slices: number of slices; unless given, at most 8 for "auto" and head_dim for the others.
-        learn_temperature: train one temperature per head, as its logarithm in the parameter
-            ``log_sort_temperature``, from `sort_temperature` on. It needs a higher learning rate
-            than the rest, and no weight decay, which would pull t towards one:
-            :func:`espformer.nn.parameter_groups` gives it both.
-        learn_slice_weights: train one number per head and slice, ``slice_logits``, that the softmax
-            over the slices begins with: ``σ = softmax(b - τ D)``. Zero, at first.
-        backend: which implementation computes it, see :func:`espformer.esp_attention`.
+        temperature: short for `sort_temperature`.
+        slicer: "axis", "frozen" or "learnable" (separate directions per head), or a slicer.
+            "auto", the default, uses frozen directions, or the axes if head_dim does not
+                exceed `slices`. In deep models few slices learn better than many, and the cost is
+            proportional to their number.
+        slices: number of slices; by default, at most 8 for "auto" and head_dim for the others.
+        learn_temperature: learn one temperature per head, starting from `sort_temperature`. The
+            parameter ``log_sort_temperature`` holds its logarithm. It needs a higher learning rate
+            than other parameters and no weight decay, which would pull t towards one;
+            :func:`espformer.nn.parameter_groups` takes care of both.
+        learn_slice_weights: learn one logit per head and slice, ``slice_logits``, b in
+            ``σ = softmax(b - τ D)``, initially zero.
+        backend: the implementation, see :func:`espformer.esp_attention`.
         {options}
 
     Example:
@@ -142,13 +143,13 @@ class ESP(Mechanism):
         self._start_temperature()
 
     def change(self, **options: Any) -> None:
-        """Give options other values; the temperature has a property of its own."""
+        """Change options; the temperature has a separate property."""
         for name, value in options.items():
             check_option("ESP", OPTIONS[name], value)
         self.options = replace(self.options, **options)
 
     def scale_sort_temperature(self, factor: float) -> None:
-        """Multiply each head's temperature by `factor`, down to the least that matters."""
+        """Multiply each head's temperature by `factor`, down to the smallest useful value."""
         learnt, least = self.log_sort_temperature, LEAST_TEMPERATURE[self.options.metric]
         if learnt is None:
             self.sort_temperature = max(float(self.options.sort_temperature) * factor, least)
@@ -183,7 +184,7 @@ class ESP(Mechanism):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set learnt temperatures back to the number they start from, learnt weights to equal."""
+        """Reset learnt temperatures to their initial value and slice weights to equal."""
         self._start_temperature()
         if self.slice_logits is not None:
             nn.init.zeros_(self.slice_logits)
@@ -219,7 +220,7 @@ class ESP(Mechanism):
         query_mask: Tensor | None = None,
         key_mask: Tensor | None = None,
     ) -> Tensor:
-        """The matrix that the forward applies, before slice dropout."""
+        """The attention matrix of the forward pass, without slice dropout."""
         return functional.esp_plan(
             query, key, query_mask=query_mask, key_mask=key_mask, **self.arguments(query, False)
         )
@@ -241,7 +242,7 @@ class ESP(Mechanism):
         }
 
     def get_extra_state(self) -> Tensor:
-        """The options that checkpoints save, as numbers; see the class."""
+        """The saved options, as numbers; see the class."""
         state = [encode(name, getattr(self.options, name)) for name in SAVED_OPTIONS]
         return torch.tensor(state, dtype=torch.float64, device="cpu")
 
@@ -291,7 +292,7 @@ for _name in OPTIONS:
 
 
 def former_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of an ESP mechanism that were stored before temperatures had a unit, made explicit.
+    """Complete settings of an ESP mechanism that were saved before temperatures had a unit.
 
     Example:
         >>> former_settings({"inverse_temperature": 0.0})

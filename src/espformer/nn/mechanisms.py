@@ -1,11 +1,11 @@
-"""Mechanisms: what turns queries, keys and values into the output of an attention layer.
+"""Mechanisms: they map queries, keys and values to the output of an attention layer.
 
-A mechanism is a module with two methods, ``forward(query, key, value)`` and ``matrix(query, key)``,
-and everything else in the library takes one and never asks which. Users write it without sizes,
-``ESP(sort_temperature=0.3)``; a layer calls :meth:`Mechanism.bind` with its own, which copies the
-description and makes the parameters, so one description serves many layers and shares nothing.
+A mechanism is a module with two methods, ``forward(query, key, value)`` and ``matrix(query, key)``.
+The rest of the library accepts any mechanism. Users create it without sizes,
+``ESP(sort_temperature=0.3)``. A layer calls :meth:`Mechanism.bind` with its sizes, which returns a
+copy with parameters, so one object can be passed to many layers, which share nothing.
 
-Parameters that each adds to a layer with H heads of width D (L slices, D unless given):
+Parameters that each mechanism adds to a layer with H heads of width D (L slices, D by default):
 
 ===================================== =====================================================
 mechanism                             parameters
@@ -35,8 +35,9 @@ __all__ = ["Mechanism", "Sinkhorn", "Softmax", "Wrapper"]
 class Mechanism(nn.Module):
     """Base class of mechanisms.
 
-    Masks are boolean, ``(batch, tokens)``, True = takes part; a `key_mask` alone also masks the
-    queries when there are as many queries as keys. Rows of masked queries are zero.
+    Masks are boolean, ``(batch, tokens)``, True = takes part. Without a `query_mask`, the
+    `key_mask` also masks the queries if there are as many queries as keys. Rows of masked queries
+    are zero.
     """
 
     heads: int | None = None
@@ -47,7 +48,7 @@ class Mechanism(nn.Module):
 
     @property
     def relative_cost(self) -> float:
-        """About how much longer a training step takes than softmax's, for short sequences."""
+        """Approximate time of a training step relative to softmax, for short sequences."""
         return 1.0
 
     def forward(
@@ -81,18 +82,18 @@ class Mechanism(nn.Module):
         query_mask: Tensor | None = None,
         key_mask: Tensor | None = None,
     ) -> Tensor:
-        """The attention matrix, ``(batch, heads, N, M)``: to look at, never needed to compute."""
+        """The attention matrix, ``(batch, heads, N, M)``, for inspection only."""
         raise NotImplementedError
 
     def bind(
         self, heads: int, head_dim: int, *, value_dim: int | None = None, depth: int = 0
     ) -> Self:
-        """A copy of this mechanism with parameters made for a layer of these sizes.
+        """A copy of this mechanism with parameters for a layer of these sizes.
 
         Args:
             heads: number of heads.
             head_dim: width of a head.
-            value_dim: width of a head's values; head_dim unless given.
+            value_dim: width of a head's values; head_dim by default.
             depth: index of the layer in its model, from 0.
 
         Example:
@@ -113,10 +114,10 @@ class Mechanism(nn.Module):
         return bound
 
     def build(self, heads: int, head_dim: int, value_dim: int, depth: int) -> None:
-        """Make the parameters for these sizes; called by :meth:`bind` on the copy."""
+        """Create the parameters for these sizes; :meth:`bind` calls this on the copy."""
 
     def extra_parameters(self, heads: int, head_dim: int) -> int:
-        """How many parameters this mechanism adds to a layer of these sizes.
+        """Number of parameters that this mechanism adds to a layer of these sizes.
 
         Example:
             >>> from espformer.nn import ESP, Softmax
@@ -149,7 +150,7 @@ class Mechanism(nn.Module):
 
 
 class Wrapper(Mechanism):
-    """Base class of mechanisms around another one, `base`, that has the same heads."""
+    """Base class of mechanisms that wrap another one, `base`, with the same heads."""
 
     def __init__(self, base: Mechanism) -> None:
         super().__init__()
@@ -173,7 +174,7 @@ class Softmax(Mechanism):
     r"""Softmax attention, :math:`\mathrm{softmax}(Q K^\top \cdot \text{scale}) V`.
 
     Args:
-        scale: factor on the scores; ``head_dim ** -0.5`` unless given.
+        scale: factor on the scores; ``head_dim ** -0.5`` by default.
         dropout: probability of dropping an entry of the matrix, in training.
 
     Example:
@@ -233,7 +234,7 @@ class Sinkhorn(Mechanism):
         iterations: number of updates, rows first; 0 and 1 are softmax attention, see
             :func:`espformer.sinkhorn_attention`.
         epsilon: entropic regularisation.
-        scale: factor on the scores; ``head_dim ** -0.5`` unless given.
+        scale: factor on the scores; ``head_dim ** -0.5`` by default.
         backend: ``"auto"``, ``"torch"`` or ``"triton"``, see :func:`espformer.sinkhorn_attention`.
 
     Example:
@@ -296,7 +297,7 @@ class Sinkhorn(Mechanism):
         query_mask: Tensor | None = None,
         key_mask: Tensor | None = None,
     ) -> Tensor:
-        """The matrix: rows sum to one, columns to N/M, in the limit of many iterations."""
+        """The attention matrix; after many iterations rows sum to one and columns to N/M."""
         return functional.sinkhorn_plan(
             query,
             key,

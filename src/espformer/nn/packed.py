@@ -1,4 +1,4 @@
-"""Padded batches whose padding costs next to nothing: sequences are attended to in packed form."""
+"""Attention without the cost of padding: padded batches are packed internally."""
 
 import torch
 from torch import Tensor
@@ -10,12 +10,12 @@ __all__ = ["Packed"]
 
 
 class Packed(Wrapper):
-    """What `base` gives, without the cost of padding: sequences of similar length go together.
+    """Computes `base` without the cost of padding, by grouping sequences of similar length.
 
-    For models that pad, such as those of transformers: ``convert(model, Packed(ESP()))``. Output
-    and gradients are those of `base`, to rounding. The lengths are read where Python runs, so a GPU
-    is waited for; batches without a mask, and calls that are compiled, exported or recorded as a
-    CUDA graph, go to `base` as they are.
+    Use it in models that pad, such as those of transformers: ``convert(model, Packed(ESP()))``.
+    Output and gradients equal those of `base`, up to rounding. Python reads the lengths, so a GPU
+    is synchronised. Batches without a mask, and calls that are compiled, exported or captured as a
+    CUDA graph, are passed to `base` unchanged.
 
     Args:
         base: the mechanism.
@@ -78,12 +78,12 @@ class Packed(Wrapper):
 
 
 def _mask(mask: Tensor | None, shape: tuple[int, int], tokens: Tensor) -> Tensor:
-    """A mask; one of ones where there is none."""
+    """The mask, or a mask of ones if there is none."""
     return torch.ones(shape, dtype=torch.bool, device=tokens.device) if mask is None else mask
 
 
 def _seen_from_outside(tokens: Tensor) -> bool:
-    """Whether the call is traced or recorded, for lengths that are not those of this batch."""
+    """Whether the call is traced or captured, and must work for other lengths too."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True
     return tokens.is_cuda and torch.cuda.is_current_stream_capturing()

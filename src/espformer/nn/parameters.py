@@ -1,4 +1,4 @@
-"""Parameter groups: what mechanisms learn has a learning rate of its own."""
+"""Parameter groups: a separate learning rate for the parameters of mechanisms."""
 
 from typing import Any
 
@@ -16,18 +16,18 @@ MECHANISM_RATE = 30.0
 def parameter_groups(
     model: nn.Module, *, lr: float, weight_decay: float = 0.0, rate: float = MECHANISM_RATE
 ) -> list[dict[str, Any]]:
-    """Groups for an optimiser: what ESP mechanisms learn apart from all other parameters.
+    """Parameter groups for an optimiser, with a separate one for ESP mechanisms.
 
-    Logarithms of sort temperatures and of slice weights live on a scale of ones, weights on one of
-    hundredths: with one learning rate a temperature that starts wrong is still on its way when a
-    short training ends. They get `rate` times the learning rate, and no weight decay, which would
-    pull a temperature towards one.
+    Logarithms of sort temperatures and of slice weights are of the order of one, other weights of
+    the order of a hundredth. With the same learning rate, a temperature that starts at a poor value
+    does not converge in a short training. These parameters get `rate` times the learning rate and
+    no weight decay, which would pull a temperature towards one.
 
     Args:
         model: any module.
         lr: learning rate of the other parameters.
-        weight_decay: of the other parameters.
-        rate: the mechanisms' learning rate over that of the others.
+        weight_decay: weight decay of the other parameters.
+        rate: ratio of the mechanisms' learning rate to that of the others.
 
     Returns:
         One group, or two if a mechanism learns a temperature or slice weights.

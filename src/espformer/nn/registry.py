@@ -1,4 +1,4 @@
-"""The mechanisms by the names that recipes, configurations and commands write."""
+"""The mechanisms by their names in recipes, configurations and commands."""
 
 from espformer.nn.class_token import ClassToken
 from espformer.nn.differential import Differential

@@ -1,19 +1,19 @@
 r"""Slicers: the directions :math:`\Theta \in \mathbb{R}^{L \times m}` along which ESP sorts.
 
-A slicer takes nothing and returns the directions, unit rows of shape ``(slices, head_dim)`` shared
-by the heads or ``(heads, slices, head_dim)``, or None for the axes themselves.
+Calling a slicer without arguments returns its directions, unit rows of shape
+``(slices, head_dim)``, shared by all heads, or ``(heads, slices, head_dim)``; None means the axes.
 
 ========= ============================== =================================================
 slicer    directions                     parameters
 ========= ============================== =================================================
-axis      :math:`\Theta = I`, L = m      none, and no projection to compute (the default)
+axis      :math:`\Theta = I`, L = m      none, and no projection to compute
 frozen    random, orthogonal, fixed      none
 learnable trained                        ``slices * head_dim``, times heads if each has own
 ========= ============================== =================================================
 
-Queries and keys are themselves linear images of the tokens, so what a slicer of head_dim
-directions can learn, the projections before it can too; a small number of slices is where learning
-them pays (Shahbazi et al. 2025, "On the choice of slicer").
+Queries and keys are linear functions of the tokens, so anything that a slicer with head_dim
+directions can learn, the query and key projections can learn too. Learning the directions pays off
+for a small number of slices (Shahbazi et al. 2025, "On the choice of slicer").
 """
 
 from typing import Literal
@@ -37,7 +37,7 @@ class AxisSlicer(Slicer):
     """Axis-aligned slices: each coordinate of the head is a slice, nothing is projected.
 
     Args:
-        slices: only so many of the axes, the first ones; all of them unless given.
+        slices: use only this many axes, the first ones; all by default.
         head_dim: width m of a head, needed with `slices`.
 
     Example:
@@ -69,11 +69,11 @@ class AxisSlicer(Slicer):
 class FrozenSlicer(Slicer):
     """Directions drawn once and never trained: orthogonal in blocks of the head's width.
 
-    Each is uniform on the sphere. Directions of one block see different parts of the tokens, where
-    independent ones would overlap.
+    Each direction is uniform on the sphere. Orthogonal directions capture different components of
+    the tokens, whereas independent ones would overlap.
 
-    They are a buffer, so they are saved with the model; the seed makes two models alike before
-    that, whatever else has drawn random numbers.
+    The directions are a buffer, so they are saved with the model. They depend only on the seed, not
+    on the state of the global random number generator.
 
     Args:
         slices: number of directions L.
@@ -99,7 +99,7 @@ class FrozenSlicer(Slicer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the directions of this seed, for instance on a model that was built without data."""
+        """Draw the directions for this seed, for instance after building on the meta device."""
         # On the CPU and in one dtype, so that every device gets the same numbers.
         generator = torch.Generator("cpu").manual_seed(self.seed)
         *heads, slices, width = self.directions.shape
@@ -122,8 +122,8 @@ class FrozenSlicer(Slicer):
 class LearnableSlicer(Slicer):
     """Directions that are trained.
 
-    The parameter is free; the directions in use are its rows divided by their norms, so they have
-    unit norm whatever the optimiser, weight decay or an averaged model made of the parameter.
+    The parameter is unconstrained. The directions are its rows divided by their norms, so they have
+    unit norm whatever the optimiser, weight decay or weight averaging do to the parameter.
 
     Args:
         slices: number of directions L.
@@ -173,7 +173,7 @@ def make_slicer(
     Args:
         kind: "axis", "frozen" or "learnable".
         head_dim: width m of a head.
-        slices: number of directions L; head_dim unless given, and at most that for axes.
+        slices: number of directions L; head_dim by default, and at most that for axes.
         heads: give each head its own directions; None shares them.
         seed: seed of frozen directions.
 

@@ -1,8 +1,8 @@
 """Differentiable sorting, ranking and selection in O(N log N) time and O(N) memory.
 
-A soft sort is one half of ESP attention: attention between the numbers and their ranks. So there is
-no operator here that is not in :mod:`espformer.functional`: the same backends compute it, on CPU
-and GPU, with the same gradients, metrics and balances. See ``docs/soft-sorting.md``.
+A soft sort is one half of ESP attention: attention between numbers and their ranks. So it uses the
+operator of :mod:`espformer.functional`, with the same backends on CPU and GPU, and the same
+gradients, metrics and balancing. See ``docs/soft-sorting.md``.
 """
 
 from espformer.sorting.permuting import soft_permutation, soft_sort, soft_unsort

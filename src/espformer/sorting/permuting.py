@@ -1,4 +1,4 @@
-"""Soft sorts of numbers, and of whatever belongs to them."""
+"""Soft sorts of numbers, and of rows by numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def soft_sort(
     straight_through: bool | float = False,
     backend: str = "auto",
 ) -> Tensor:
-    r"""Sorts numbers softly, or anything else by them: SoftSort in linear time.
+    r"""Soft sort of numbers, or of other values by them: SoftSort in linear time.
 
     With :math:`s = \mathrm{sort}(x)` and a temperature t,
 
@@ -34,36 +34,37 @@ def soft_sort(
         A[n, i] = \mathrm{softmax}_i\bigl(-\mathrm{dist}(s_n, x_i) / t\bigr), \qquad
         \mathrm{out} = A \, V,
 
-    where V is `values`, or x itself. As t → 0 this is ``torch.sort``, or ``values[x.argsort()]``;
-    numbers that are equal share their ranks then. Time is O(N (log N + d)) and memory O(N d): no
-    N×N matrix is made, forwards or backwards. Gradients flow to `x`, `values` and `temperature`,
-    once: ``backend="dense"`` has second derivatives. Inputs of 16 bits are computed in float32.
+    where V is `values`, or x itself. As t → 0 this becomes ``torch.sort``, or
+    ``values[x.argsort()]``, except that equal numbers share their ranks. Time is O(N (log N + d))
+    and memory O(N d). No N×N matrix is formed in the forward or backward pass. Gradients flow to
+    `x`, `values` and `temperature`. Only ``backend="dense"`` supports second derivatives. 16-bit
+    inputs are computed in float32.
 
-    A row of x that holds NaN or an infinity comes out as NaN, and so does its gradient; other rows
-    do not see it. Numbers that are masked out may be anything.
+    A row of x that contains NaN or an infinity gives NaN, and so does its gradient; other rows are
+    not affected. Masked numbers may hold anything.
 
     Args:
         x: the numbers, of any shape, along `dim`.
-        values: what to sort: of the shape of x, or of that with further dimensions at the end, for
-            instance x ``(batch, N)`` and values ``(batch, N, d)``. None is x itself.
+        values: what to sort. The shape is that of x, optionally followed by further dimensions, for
+            instance x ``(batch, N)`` and values ``(batch, N, d)``. None means x itself.
         dim: the dimension of x to sort along.
         descending: largest first.
-        temperature: t > 0, how soft the sort is: a number, or a tensor that broadcasts to the shape
-            of x without `dim`, one for each row.
-        unit: ``"spread"``: t is a share of the standard deviation of the row, the width over which
-            numbers mix, with either metric, so that the same t is as soft for numbers of any scale,
-            and for few or many of one distribution; gradients flow through it. ``"absolute"``: t
-            is a distance, or a squared one.
+        temperature: t > 0, the softness of the sort: a number, or a tensor that broadcasts to the
+            shape of x without `dim`, one value per row.
+        unit: ``"spread"``: t is a fraction of the standard deviation of the row, the width over
+            which numbers mix, with either metric. The same t is then equally soft at any scale,
+            and for few or many numbers from one distribution. Gradients flow through the spread.
+            ``"absolute"``: t is a distance, or a squared distance.
         metric: ``"absolute"``, ``dist = |s - x|`` (exact), or ``"squared"``, a sum of a few
-            exponentials, within 2e-7 in float32 and 3e-11 in float64 of every pair's kernel.
+            exponentials; each kernel entry is within 2e-7 in float32 and 3e-11 in float64.
         balance: ``"rows"``: rows of A sum to one. ``"both"``: columns do too, within about 1e-6.
-        mask: boolean, broadcasts to x, True = takes part. The others are not sorted: ranks past
-            those that are hold zeros. Every row is as if it were alone.
-        hard: sort exactly, numbers that are equal in the order they stand in. Without a gradient
-            through the order: only to `values` (to x where it is the value, as ``torch.sort``).
+        mask: boolean, broadcasts to x, True = takes part. Masked numbers are not sorted, and the
+            surplus ranks hold zeros. Each row gives the same result as on its own.
+        hard: sort exactly, with a stable order of equal numbers. There is no gradient through the
+            order, only to `values` (to x if it is the value, as in ``torch.sort``).
         straight_through: True: the hard result with the gradient of the soft one. A number in
             [0, 1] is the share of the hard result in a mix.
-        backend: see :func:`espformer.esp_attention`; ``"auto"`` picks what fits the device.
+        backend: see :func:`espformer.esp_attention`; ``"auto"`` selects one for the device.
 
     Returns:
         `values` in the order of x, in their shape and dtype.
@@ -101,17 +102,17 @@ def soft_unsort(
     descending: bool = False,
     **options: Unpack[SortOptions],
 ) -> Tensor:
-    """The way back, from ranks to where the numbers stand: ``out = Aᵀ V`` with A of `soft_sort`.
+    """The inverse of a sort, from ranks to positions: ``out = Aᵀ V`` with A of `soft_sort`.
 
-    Hard, it undoes :func:`soft_sort`. Soft, it is the transpose, which is as near to an inverse as
-    averages come: ``soft_unsort(x, soft_sort(x, v))`` smooths v over numbers that are near. With
-    ``balance="both"`` it keeps the sum, and leaves constants as they are.
+    With ``hard=True`` it undoes :func:`soft_sort`. Otherwise it is the transpose, which is only an
+    approximate inverse: ``soft_unsort(x, soft_sort(x, v))`` smooths v over nearby numbers. With
+    ``balance="both"`` it preserves sums and constants.
 
     Args:
         x: the numbers, as for :func:`soft_sort`.
         values: one row for each rank, ``x.shape`` or ``x.shape + (d, ...)``.
-        dim, descending, options: those of :func:`soft_sort`. With a mask, rows of ranks that
-            nobody has are not looked at, and padding gets zeros.
+        dim, descending, options: those of :func:`soft_sort`. With a mask, values at surplus ranks
+            are ignored, and padding gets zeros.
 
     Example:
         >>> import torch
@@ -128,7 +129,7 @@ def soft_unsort(
 def soft_permutation(
     x: Tensor, *, dim: int = -1, descending: bool = False, **options: Unpack[SortOptions]
 ) -> Tensor:
-    """The matrix A of :func:`soft_sort` itself, N×N: for looking at, and for small N.
+    """The N×N matrix A of :func:`soft_sort`, for inspection and small N.
 
     Returns:
         The shape of x without `dim`, then ``(N ranks, N tokens)``: ``A @ values`` is

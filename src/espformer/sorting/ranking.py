@@ -1,4 +1,4 @@
-"""Soft ranks, and the correlation of ranks as a statistic and as a loss."""
+"""Soft ranks, and rank correlation as a statistic and as a loss."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def soft_rank(
 ) -> Tensor:
     r"""The expected rank of every number, counted from one, in linear time.
 
-    With A the soft sort of x, rows are ranks, a number shares itself out among ranks in proportion
+    With A the soft sort of x (rows are ranks), a number is distributed over the ranks in proportion
     to its column:
 
     .. math::  \mathrm{rank}_i = \sum_n n \, A[n, i] \Big/ \sum_n A[n, i], \qquad n = 1 \dots N.
 
-    As t → 0 these are the ranks of ``scipy.stats.rankdata``: ties share the mean of their ranks, as
-    they do with ``hard=True``. As t → ∞ all ranks become (N + 1) / 2.
+    As t → 0 these become the ranks of ``scipy.stats.rankdata``: ties get the mean of their ranks,
+    also with ``hard=True``. As t → ∞ all ranks approach (N + 1) / 2.
 
     Args:
         x: the numbers, of any shape, along `dim`.
@@ -34,8 +34,8 @@ def soft_rank(
             ``straight_through=True`` gives them that of the soft ones.
 
     Returns:
-        Of the shape of x; zero for padding. 16-bit numbers get ranks in float32, since bfloat16
-        has none between 256 and 258.
+        Ranks in the shape of x; zero for padding. 16-bit inputs give float32 ranks, since bfloat16
+        cannot represent 257.
 
     Example:
         >>> import torch
@@ -73,15 +73,15 @@ def _ranks(sort: SoftSort) -> Tensor:
 
 
 def spearman(x: Tensor, y: Tensor, *, dim: int = -1, **options: Unpack[SortOptions]) -> Tensor:
-    """Spearman's correlation of soft ranks, differentiable in both.
+    """Spearman's correlation of soft ranks, differentiable with respect to both arguments.
 
     Args:
         x, y: of shapes that broadcast to each other; ranks are taken along `dim`.
         dim, options: those of :func:`soft_sort`; ``hard=True`` gives Spearman's ρ itself, as
-            ``scipy.stats.spearmanr`` does. Pairs that are masked out do not count.
+            ``scipy.stats.spearmanr`` does. Masked pairs are ignored.
 
     Returns:
-        The correlation, of the shape of x without `dim`; zero where all x or all y are equal.
+        The correlation, in the shape of x without `dim`; zero if all x or all y are equal.
 
     Example:
         >>> import torch
@@ -106,14 +106,14 @@ def spearman_loss(
 ) -> Tensor:
     """One minus Spearman's correlation of soft ranks of `prediction` and true ranks of `target`.
 
-    It trains a model to put things in order, whatever the scale of its numbers: zero for the right
-    order, one for a random one, two for the reverse.
+    It trains a model to rank, whatever the scale of its scores. The loss is zero for the correct
+    order, about one for a random order, and two for the reverse.
 
     Args:
-        prediction: what the model says, ranked softly.
-        target: what is true, ranked exactly, ties averaged; no gradient.
-        dim: the dimension along which there is an order; all others are many problems.
-        reduction: ``"mean"`` or ``"sum"`` over these, or ``"none"``.
+        prediction: scores of the model, ranked softly.
+        target: ground truth, ranked exactly with averaged ties; it gets no gradient.
+        dim: the dimension to rank along; the other dimensions are batch dimensions.
+        reduction: ``"mean"`` or ``"sum"`` over the batch, or ``"none"``.
         options: those of :func:`soft_sort`.
 
     Example:
@@ -153,7 +153,7 @@ def _broadcast(name: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _correlation(a: Tensor, b: Tensor, sort: SoftSort) -> Tensor:
-    """Pearson's correlation of rows that take part, (batch,); zero where a row is constant."""
+    """Pearson's correlation of unmasked entries per row, (batch,); zero if a row is constant."""
     lengths = sort.lengths.clamp(min=1)
 
     def centred(rows: Tensor) -> Tensor:

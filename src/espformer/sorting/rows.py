@@ -2,10 +2,10 @@
 
 With P the permutation that sorts x and κ the kernel of the sorted numbers, a soft sort is
 ``A = S P``, ``S = diag(1/z) κ``, and a plan of ESP attention is ``A_qᵀ A_k``. Let the queries be
-the ranks 0, 1, 2, … themselves, 1,024 widths of the kernel apart. Then their soft sort is the
+the ranks 0, 1, 2, … themselves, spaced by 1,024 kernel widths. Then their soft sort is the
 identity, since ``exp(-1024)`` is zero in every precision, and attention is ``A_k V``: values softly
-sorted by the keys. With the sides swapped it is ``A_qᵀ V``, the way back. Backends that mind
-`identity_side` do not compute with the ranks at all.
+sorted by the keys. With the sides swapped it is ``A_qᵀ V``, the unsort. Backends that support
+`identity_side` skip the ranks entirely.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SortOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class SoftSort:
-    """Many rows of numbers, ready to sort other things by: A, (batch, N ranks, N tokens)."""
+    """Rows of numbers, prepared to sort values by them: A, (batch, N ranks, N tokens)."""
 
     name: str  # of the function that was called, for errors
     numbers: Tensor  # (batch, N), in float32 or float64
@@ -97,7 +97,7 @@ class SoftSort:
             )
 
     def _attend(self, rows: Tensor, identity_side: str) -> Tensor:
-        """The same as attention, for backends that have no kernels for one side alone."""
+        """The same as attention, for backends without one-sided kernels."""
         numbers, t = self._in_units()
         metric = self.options.metric
         width = t.detach() if metric == "absolute" else t.detach().sqrt()
@@ -154,7 +154,7 @@ class SoftSort:
         return rows.reshape(-1, self.count, math.prod(trailing)), trailing
 
     def unflatten(self, rows: Tensor, trailing: torch.Size) -> Tensor:
-        """What `flatten` made of values, back in their shape."""
+        """Undo `flatten`: values in their original shape."""
         rows = rows.reshape(*self.lead, self.count, *trailing)
         return rows.movedim(len(self.lead), self.dim)
 
@@ -174,7 +174,7 @@ def prepare(
     straight_through: bool | float = False,
     backend: str = "auto",
 ) -> SoftSort:
-    """Checks what was passed and brings it to rows of numbers near one and their temperatures."""
+    """Check the arguments; return rows of numbers scaled near one, and their temperatures."""
     one_of(name, "unit", unit, UNITS)
     options = ESPOptions(
         temperature_unit="absolute", metric=metric, balance=balance, hard=hard, scale=1.0,

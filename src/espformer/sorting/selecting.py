@@ -20,17 +20,17 @@ def soft_quantile(
 ) -> Tensor:
     """Quantiles of softly sorted numbers, interpolated linearly as in ``torch.quantile``.
 
-    Unlike there, every number near a quantile takes part, and gets a gradient.
+    Unlike in ``torch.quantile``, every number near a quantile contributes and gets a gradient.
 
     Args:
         x: the numbers, of any shape, along `dim`.
-        q: a number in [0, 1], or a tensor of one dimension with K of them.
+        q: a number in [0, 1], or a one-dimensional tensor of K such numbers.
         dim, options: those of :func:`soft_sort`.
-        keepdim: leave `dim` in place, with size one.
+        keepdim: keep `dim` with size one.
 
     Returns:
-        The shape of x without `dim`; for a tensor q with K first, as in ``torch.quantile``. Zero
-        for a row all of whose numbers are masked out.
+        The shape of x without `dim`; for a tensor q preceded by K, as in ``torch.quantile``. Fully
+        masked rows give zero.
 
     Example:
         >>> import torch
@@ -45,7 +45,7 @@ def soft_quantile(
 def soft_median(
     x: Tensor, *, dim: int = -1, keepdim: bool = False, **options: Unpack[SortOptions]
 ) -> Tensor:
-    """The median of softly sorted numbers: the mean of the two in the middle if N is even.
+    """The median of softly sorted numbers; for even N the mean of the two middle ones.
 
     Arguments are those of :func:`soft_quantile`.
 
@@ -95,20 +95,20 @@ def _check_share(name: str, q: float | Tensor, numbers: Tensor) -> Tensor:
 def soft_topk(
     x: Tensor, k: int, *, dim: int = -1, largest: bool = True, **options: Unpack[SortOptions]
 ) -> Tensor:
-    r"""How much every number is among the k largest: weights in [0, 1] that sum to k.
+    r"""Soft membership among the k largest numbers: weights in [0, 1] that sum to k.
 
     With A the soft sort of x, largest first,
 
     .. math::  w_i = \sum_{n \le k} A[n, i],
 
-    so that ``(w.unsqueeze(-1) * rows).sum(-2)`` takes k rows. The sort is balanced
-    (``balance="both"``) unless asked otherwise: with ``"rows"`` weights sum to k too, but one may
-    be above one.
+    so ``(w.unsqueeze(-1) * rows).sum(-2)`` is a soft sum of k rows. The sort is balanced by default
+    (``balance="both"``). With ``"rows"`` the weights also sum to k, but single weights may exceed
+    one.
 
     Args:
         x: the numbers, of any shape, along `dim`.
-        k: from 1 to N. Where fewer numbers take part all of them get one.
-        largest: False: the k smallest.
+        k: from 1 to N. If fewer than k numbers take part, all get weight one.
+        largest: False selects the k smallest.
         dim, options: those of :func:`soft_sort`; ``hard=True`` gives zeros and ones.
 
     Example:

@@ -1,4 +1,4 @@
-"""Transport between clouds of points, slice by slice: what hard sorts are good for."""
+"""Transport between point clouds, slice by slice, with hard sorts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from espformer.ops.esp.problem import Problem
 
 
 class SlicedPlan(NamedTuple):
-    """A matching for every slice, and what it costs."""
+    """A matching for every slice, and its cost."""
 
     matches: Tensor  # (..., L, N): x[i] meets y[matches[l, i]]
     cost: Tensor  # (..., L): the mean of ‖x[i] - y[matches[l, i]]‖²
 
     def cheapest(self) -> Tensor:
-        """The matching of the slice that costs least, ``(..., N)``."""
+        """The matching of the slice with the lowest cost, ``(..., N)``."""
         best = self.cost.argmin(-1)[..., None, None]
         return self.matches.take_along_dim(best, -2).squeeze(-2)
 
@@ -35,13 +35,13 @@ def sliced_wasserstein(
     x_mask: Tensor | None = None,
     y_mask: Tensor | None = None,
 ) -> Tensor:
-    r"""The sliced Wasserstein distance of two clouds, for many pairs at once.
+    r"""The sliced Wasserstein distance of two point clouds, batched.
 
     .. math::  \Bigl(\frac1L \sum_l W_p^p(x\theta_l, y\theta_l)\Bigr)^{1/p}, \qquad
                W_p^p = \frac1N \sum_n |\mathrm{sort}(x\theta)_n - \mathrm{sort}(y\theta)_n|^p,
 
-    and the optimal coupling of quantiles where N ≠ M. Time O(L N log N); gradients flow to x, y and
-    slices, and are zero where the clouds are one.
+    with the optimal quantile coupling for N ≠ M. Time is O(L N log N). Gradients flow to x, y and
+    slices, and are zero if the clouds are equal.
 
     Args:
         x: ``(..., N, m)``; leading dimensions broadcast.
@@ -86,22 +86,23 @@ def sliced_wasserstein(
 def sliced_plan(
     x: Tensor, y: Tensor, *, slices: int | Tensor = 64, mask: Tensor | None = None
 ) -> SlicedPlan:
-    """The matching of two clouds on every slice, as permutations, for many pairs at once.
+    """The matching of two point clouds on every slice, as permutations, batched.
 
-    On a line the optimal matching joins equal ranks. Lifted back, each slice gives one matching of
-    the points, which costs at least what optimal transport does; the cheapest of many comes near,
-    in O(L N (log N + m)) and without a matrix: pairs for flow matching, batch by batch. For a soft
-    plan, or a mix of slices, see :func:`espformer.esp_plan`.
+    On a line, the optimal matching pairs equal ranks. Each slice thus gives one matching of the
+    points. It costs at least as much as optimal transport, but the cheapest of many slices comes
+    close, in O(L N (log N + m)) and without a matrix. One use is to pair batches for flow matching.
+    For a soft plan, or a mean over slices, see :func:`espformer.esp_plan`.
 
     Args:
-        x, y: ``(..., N, m)``, as many points in both; leading dimensions broadcast.
+        x, y: ``(..., N, m)``, with the same number of points; leading dimensions broadcast.
         slices: how many directions to draw, or Θ itself, ``(L, m)``.
-        mask: ``(..., N)``, True = takes part, for both; the others are matched last.
+        mask: ``(..., N)``, True = takes part, for both clouds; masked points are matched last.
 
     Returns:
-        `matches`, ``(..., L, N)``: x[i] meets ``y[matches[l, i]]``; equal projections meet in the
-        order they stand in; and `cost`, ``(..., L)``, the mean of ``‖x[i] - y[matches[l, i]]‖²``,
-        which has gradients. ``cheapest()`` is the matching of the slice that costs least.
+        `matches`, ``(..., L, N)``: x[i] is matched with ``y[matches[l, i]]``, where equal
+        projections keep their order; and `cost`, ``(..., L)``, the mean of
+        ``‖x[i] - y[matches[l, i]]‖²``, which is differentiable. ``cheapest()`` is the matching of
+        the slice with the lowest cost.
 
     Example:
         >>> import torch
