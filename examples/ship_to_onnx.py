@@ -2,7 +2,7 @@
 
 A small encoder learns to tell which of two tokens came first, with soft ESP attention; the sort is
 sharpened, then made exact; and the hard model, which is sorts and gathers, is written as ONNX and
-run by onnxruntime at lengths that it was not written with. Needs ``pip install 'espformer[onnx]'``.
+run by onnxruntime at lengths that it was not written with. Needs ``pip install '.[onnx]'``.
 """
 
 from __future__ import annotations

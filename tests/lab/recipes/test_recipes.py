@@ -183,7 +183,7 @@ SMALL = {
     "vit_mnist": {"dim": 16, "head_dim": 8, "patch_size": 7},
     "text_classifier": {"dim": 16, "depth": 1, "heads": 2, "mlp_dim": 16},
     "set_transformer": {"dim": 16, "heads": 2, "inducing_points": 4},
-    "point_cloud_transformer": {"dim": 32, "depth": 1, "neighbours": 4, "samples": [16, 8]},
+    "point_cloud_transformer": {"dim": 16, "depth": 1, "neighbours": 4, "samples": [16, 8]},
     "translation_transformer": {
         "dim": 16, "mlp_dim": 16, "heads": 2, "encoder_depth": 1, "decoder_depth": 1,
     },

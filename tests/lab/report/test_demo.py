@@ -71,8 +71,8 @@ def test_what_is_missing_is_told(package):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1
-    assert f"needs {package}" in done.stderr
-    assert "espformer[train,plots]" in done.stderr
+    assert f"needs {package}: pip install {package}" in done.stderr
+    assert 'pip install -e ".[train,plots]"' in done.stderr
 
 
 def test_help_teaches(capsys):
