@@ -63,7 +63,10 @@ def test_a_folder_that_cannot_be_written_is_said_in_plain_words(tmp_path, capsys
     assert "cannot write here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("package", ["rich", "lightning", "matplotlib"])
+@pytest.mark.parametrize(
+    "package",
+    ["lightning", *(pytest.param(x, marks=pytest.mark.slow) for x in ("rich", "matplotlib"))],
+)
 def test_what_is_missing_is_told(package):
     program = (
         f"import sys; sys.modules['{package}'] = None\n"
