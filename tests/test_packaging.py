@@ -150,7 +150,7 @@ def test_import_brings_neither_the_laboratory_nor_optional_packages():
     assert "espformer.nn" in imported
     assert not {name for name in imported if name.startswith("espformer.lab")}
     optional = {MODULES.get(name, name) for name in OPTIONAL} - OF_TORCH
-    assert {"lightning", "transformers", "numba", "yaml", "mkdocs_material"} <= optional
+    assert {"lightning", "transformers", "numba", "matplotlib", "yaml"} <= optional
     assert not {name.partition(".")[0] for name in imported} & optional
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from espformer.ops.common.masks import resolve_masks, zero_padding
+from espformer.ops.common.torch_internals import is_transformed
 from espformer.ops.esp.options import OPTIONS, ESPOptions, Options
 from espformer.ops.esp.problem import Problem
 
@@ -137,7 +138,7 @@ def flat_temperature(
     if not isinstance(t, Tensor):
         return float(t)
     # On a GPU the values are not looked at: that would wait for the device.
-    looked_at = t.device.type == "cpu" and not (torch.compiler.is_compiling() or _transformed())
+    looked_at = t.device.type == "cpu" and not (torch.compiler.is_compiling() or is_transformed())
     if looked_at and not bool((t > 0).all()):
         raise ValueError(
             f"{name}: {argument} must be > 0 everywhere, got {t} (for hard sorting pass hard=True)"
@@ -236,15 +237,9 @@ def runs_kernels(name: str, *tokens: Tensor) -> None:
         )
 
 
-def _transformed() -> bool:
-    """Whether transforms of ``torch.func`` are at work."""
-    active = getattr(torch._C, "_are_functorch_transforms_active", None)
-    return active is not None and not torch.compiler.is_compiling() and active()
-
-
 def under_transforms(name: str, backend: str, able: str) -> bool:
     """Whether ``torch.func`` transforms this call; refuses a backend that is not `able` to be."""
-    if not _transformed():
+    if not is_transformed():
         return False
     if backend not in ("auto", able):
         raise ValueError(

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espformer.functional.arguments import one_of, runs_kernels, under_transforms
-from espformer.ops.common.exporting import is_exporting
 from espformer.ops.common.masks import resolve_masks, zero_padding
 from espformer.ops.common.packing import attend_nested, refuse_masks
+from espformer.ops.common.torch_internals import is_exporting
 from espformer.ops.sinkhorn.torch import sinkhorn_matrix, sinkhorn_output
 
 __all__ = ["sinkhorn_attention", "sinkhorn_plan", "softmax_attention", "softmax_plan"]

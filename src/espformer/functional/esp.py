@@ -20,9 +20,10 @@ from espformer.functional.arguments import (
 )
 from espformer.ops.common.autograd import without_autocast
 from espformer.ops.common.custom_op import PLAIN
-from espformer.ops.common.exporting import is_exporting
 from espformer.ops.common.masks import zero_padding
+from espformer.ops.common.optional import how_to_install
 from espformer.ops.common.packing import attend_nested, refuse_masks
+from espformer.ops.common.torch_internals import has_dispatch_modes, is_exporting
 from espformer.ops.esp import linear, reference
 from espformer.ops.esp.options import ESPOptions, Options, takes_options
 from espformer.ops.esp.problem import Problem
@@ -243,7 +244,7 @@ def _takes_kernels(*tokens: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return not is_exporting()
     plain = all(type(x) in PLAIN for x in tokens)
-    return plain and not torch.jit.is_tracing() and torch._C._len_torch_dispatch_stack() == 0
+    return plain and not torch.jit.is_tracing() and not has_dispatch_modes()
 
 
 def _cpu_kernels(name: str, device: str) -> ModuleType:
@@ -257,7 +258,7 @@ def _cpu_kernels(name: str, device: str) -> ModuleType:
         from espformer.ops.esp import cpu
     except ImportError as error:
         raise ImportError(
-            'backend="cpu" needs numba (pip install "espformer[cpu]"); backend="linear" does not'
+            f'backend="cpu" needs {how_to_install("numba", "cpu")}; backend="linear" does not'
         ) from error
     return cpu
 

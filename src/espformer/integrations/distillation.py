@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from espformer.integrations.candidates import MECHANISM, Converted
 from espformer.integrations.native import ORIGINAL
 from espformer.nn import Mechanism, parameter_groups
+from espformer.ops.common.torch_internals import tree_leaves
 
 __all__ = ["converted_modules", "distil", "output_error"]
 
@@ -134,9 +135,7 @@ def _recording(model: nn.Module, blocks: list[str]) -> Iterator[_Record]:
     for name in blocks:
 
         def keep(_module: Any, _args: Any, output: Any, name: str = name) -> None:
-            leaves = torch.utils._pytree.tree_leaves(
-                dict(output) if hasattr(output, "items") else output
-            )
+            leaves = tree_leaves(dict(output) if hasattr(output, "items") else output)
             tensors = (x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
             first = next(tensors, None)
             if first is not None:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from espformer.integrations.inputs import Inputs, call_arguments
 from espformer.nn import ESP
+from espformer.ops.common.optional import how_to_install
+from espformer.ops.common.torch_internals import tree_leaves
 
 __all__ = ["export_onnx", "export_program", "onnx_difference"]
 
@@ -89,9 +91,7 @@ def export_onnx(
     try:
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise ImportError(
-            "export_onnx needs onnx and onnxscript: pip install 'espformer[onnx]'"
-        ) from error
+        raise ImportError(f"export_onnx needs {how_to_install('onnxscript', 'onnx')}") from error
     path = Path(path)
     onnx_program = torch.onnx.export(
         program,
@@ -122,7 +122,7 @@ def _output_names(model: nn.Module, example_inputs: Inputs) -> list[str]:
     parts = dict(output) if hasattr(output, "items") else {"output": output}
     names: list[str] = []
     for key, value in parts.items():
-        leaves = [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, Tensor)]
+        leaves = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
         names += [key] if len(leaves) == 1 else [f"{key}_{i}" for i in range(len(leaves))]
     return names
 
@@ -176,7 +176,7 @@ def onnx_difference(model: nn.Module, inputs: Inputs, path: str | Path) -> float
 
     arguments, named = call_arguments(inputs)
     with _for_export(model), torch.no_grad():
-        expected = torch.utils._pytree.tree_leaves(model(*arguments, **named))
+        expected = tree_leaves(model(*arguments, **named))
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     tensors = [x for x in (*arguments, *named.values()) if isinstance(x, Tensor)]
     names = [x.name for x in session.get_inputs()]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from espformer.lab.clock import Stopwatch
+from espformer.ops.common.optional import how_to_install
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -167,8 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.name is None or error.name.startswith("espformer"):
             raise
         print(
-            f"The demo trains models and draws a page, which needs {error.name}: "
-            "pip install 'espformer[train,plots]'.",
+            "The demo trains models and draws a page, which needs "
+            + how_to_install(error.name, "train,plots"),
             file=sys.stderr,
         )
         return 1

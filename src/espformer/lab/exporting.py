@@ -21,6 +21,7 @@ from espformer.lab.errors import RunError
 from espformer.lab.training.checkpoints import read_checkpoint
 from espformer.lab.training.learner import MARK
 from espformer.nn import ESP, harden, soften
+from espformer.ops.common.torch_internals import tree_leaves
 
 __all__ = ["Exportable", "export_model", "open_model"]
 
@@ -345,9 +346,8 @@ def _compare(source: Exportable, path: Path, form: str, tolerance: float) -> flo
 
 def _program_difference(model: nn.Module, inputs: dict[str, Tensor], path: Path) -> float:
     with torch.no_grad():
-        leaves = torch.utils._pytree.tree_leaves
-        wanted = leaves(model(**inputs))
-        found = leaves(torch.export.load(path).module()(**inputs))
+        wanted = tree_leaves(model(**inputs))
+        found = tree_leaves(torch.export.load(path).module()(**inputs))
     return max(
         float((a - b).abs().max())
         for a, b in zip(found, wanted, strict=True)

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,14 +10,6 @@ pytest.importorskip("lightning")
 pytest.importorskip("matplotlib")
 
 TINY = ("trainer.epochs=2", "trainer.limit_batches=3", "trainer.limit_eval_batches=2")
-
-
-def pytest_collection_modifyitems(items):
-    """One worker runs all of these tests: it trains the models that they share once."""
-    here = Path(__file__).parent
-    for item in items:
-        if item.path.is_relative_to(here):
-            item.add_marker(pytest.mark.xdist_group("report"))
 
 
 @pytest.fixture(scope="session")

@@ -63,7 +63,10 @@ def test_a_folder_that_cannot_be_written_is_said_in_plain_words(tmp_path, capsys
     assert "cannot write here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("package", ["rich", "lightning", "matplotlib"])
+@pytest.mark.parametrize(
+    "package",
+    ["lightning", *(pytest.param(x, marks=pytest.mark.slow) for x in ("rich", "matplotlib"))],
+)
 def test_what_is_missing_is_told(package):
     program = (
         f"import sys; sys.modules['{package}'] = None\n"
@@ -71,8 +74,8 @@ def test_what_is_missing_is_told(package):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1
-    assert f"needs {package}" in done.stderr
-    assert "espformer[train,plots]" in done.stderr
+    assert f"needs {package}: pip install {package}" in done.stderr
+    assert 'pip install -e ".[train,plots]"' in done.stderr
 
 
 def test_help_teaches(capsys):

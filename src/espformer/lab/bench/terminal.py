@@ -16,6 +16,7 @@ from espformer.lab.bench.tables import (
     verdict_cells,
     verdicts,
 )
+from espformer.ops.common.optional import how_to_install
 
 __all__ = ["plot", "print_tables", "progress", "told"]
 
@@ -85,8 +86,7 @@ def plot(stem: Path, rows: Sequence[Measurement], stated: Mapping[str, str]) -> 
     try:
         from espformer.lab.bench.figure import draw
     except ModuleNotFoundError as missing:
-        package = (missing.name or "matplotlib").partition(".")[0]
-        print(f'no plot: it needs {package} (pip install "espformer[plots]")')
+        print(f"no plot: it needs {how_to_install(missing.name, 'plots')}")
         return []
     return draw(stem, rows, stated)
 

@@ -8,13 +8,13 @@ import re
 import sys
 from typing import Annotated
 
+from espformer.ops.common.optional import how_to_install
+
 try:
     import typer
     from rich.console import Console as _Console  # noqa: F401  (every command prints with it)
 except ModuleNotFoundError as missing:
-    raise SystemExit(
-        f'the command line needs {missing.name}: pip install "espformer[train]"'
-    ) from None
+    raise SystemExit(f"the command line needs {how_to_install(missing.name, 'train')}") from None
 
 from espformer.lab.cli import bench, export, finetune, plot, report, reproduce, results, train
 from espformer.lab.errors import UserError

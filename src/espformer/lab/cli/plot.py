@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from espformer.lab.cli.options import Output
+from espformer.ops.common.optional import how_to_install
 
 __all__ = ["plot"]
 
@@ -88,7 +89,7 @@ def _figure(
     try:
         from espformer.lab import plots
     except ModuleNotFoundError as error:
-        raise UserError(f'figures need {error.name}: pip install "espformer[plots]"') from None
+        raise UserError(f"figures need {how_to_install(error.name, 'plots')}") from None
     if target == "plans":
         if sources:
             raise ConfigError("plot plans: it is drawn from points of its own, not from a file")

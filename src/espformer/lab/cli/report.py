@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from espformer.lab.cli.options import DataDirectory, whole_numbers
+from espformer.ops.common.optional import how_to_install
 
 __all__ = ["report"]
 
@@ -39,9 +40,7 @@ def report(
         from espformer.lab.report import write_page
         from espformer.lab.report.inspection import open_run
     except ModuleNotFoundError as error:
-        raise UserError(
-            f'the page needs {error.name}: pip install "espformer[train,plots]"'
-        ) from None
+        raise UserError(f"the page needs {how_to_install(error.name, 'train,plots')}") from None
     places = whole_numbers("--examples", examples)
     opened = [open_run(path, data_dir) for path in runs]
     command = shlex.join(["espformer", *sys.argv[1:]])

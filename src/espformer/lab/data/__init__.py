@@ -19,6 +19,7 @@ from typing import Any
 
 from espformer.lab.data.base import Batch, Task, TensorSet, collate
 from espformer.lab.data.files import DataError, DataMissing
+from espformer.ops.common.optional import how_to_install
 
 __all__ = [
     "Batch",
@@ -108,7 +109,7 @@ def _loader(name: str) -> Callable[..., Task]:
         if (error.name or "").startswith("espformer"):
             raise
         raise ImportError(
-            f'espformer.lab.data needs the package {error.name}: pip install "espformer[train]"'
+            f"espformer.lab.data needs {how_to_install(error.name, 'train')}"
         ) from error
     loader: Callable[..., Task] = module.load
     return loader

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from espformer.ops.common.optional import how_to_install
+
 __all__ = [
     "DataError",
     "DataMissing",
@@ -153,9 +155,7 @@ def require(module: str) -> Any:
         package = module.partition(".")[0]
         if (error.name or "").partition(".")[0] != package:
             raise
-        raise ImportError(
-            f'espformer.lab.data needs the package {package}: pip install "espformer[train]"'
-        ) from error
+        raise ImportError(f"espformer.lab.data needs {how_to_install(package, 'train')}") from error
 
 
 def sha256(path: Path) -> str:

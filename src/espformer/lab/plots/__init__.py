@@ -1,4 +1,4 @@
-"""Figures. Needs matplotlib (``pip install 'espformer[plots]'``); nothing else imports it."""
+"""Figures. Needs matplotlib (the extra ``plots``); nothing else imports it."""
 
 from espformer.lab.plots.attention import attention_maps
 from espformer.lab.plots.clouds import (

@@ -15,6 +15,7 @@ from espformer.lab.recipes.recipe import Recipe, load_recipe
 from espformer.lab.results.result_files import read_file
 from espformer.lab.results.result_tables import in_order
 from espformer.lab.training.run_directory import read_curves
+from espformer.ops.common.optional import how_to_install
 
 __all__ = ["FIGURES", "draw_beside", "plot_experiment", "plot_run"]
 
@@ -184,7 +185,7 @@ def _style() -> AbstractContextManager[None]:
     try:
         from espformer.lab.plots.style import figure_style
     except ImportError as error:
-        raise UserError(f'figures need {error.name}: pip install "espformer[plots]"') from None
+        raise UserError(f"figures need {how_to_install(error.name, 'plots')}") from None
     return figure_style()
 
 

@@ -8,14 +8,14 @@ for that with one more forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from espformer.ops.common.autograd import refuse_double_backward
+from espformer.ops.common.torch_internals import autograd_inside_an_operator
 from espformer.ops.esp.options import KERNEL_OPTIONS, OPTIONS, ESPOptions
 from espformer.ops.esp.problem import Problem
 
@@ -30,7 +30,8 @@ SETTINGS = ", ".join(
     f"{'float' if name == 'scale' else OPTIONS[name].type} {name}" for name in KERNEL_OPTIONS
 )
 SCHEMA = f"{OPERANDS}, {MASKS}, str identity_side, {SETTINGS}"
-DIFFERENTIABLE, TENSORS = 6, 9  # the first so many arguments
+DIFFERENTIABLE = OPERANDS.count("Tensor")  # the first so many arguments
+TENSORS = DIFFERENTIABLE + MASKS.count("Tensor")
 
 
 def as_custom_op(name: str, attend: Attend) -> Attend:
@@ -42,7 +43,7 @@ def as_custom_op(name: str, attend: Attend) -> Attend:
     def backward(upstream: Tensor, needed: list[bool], *args: Any) -> list[Tensor]:
         operands: list[Any] = [None if x is None else x.detach() for x in args[: len(needed)]]
         leaves = [x.requires_grad_() for x in _needed(operands, needed)]
-        with _autograd():
+        with autograd_inside_an_operator():
             out = attend(*_problem(*operands, *args[len(needed) :]))
             if not out.requires_grad:  # nothing goes through a hard sort
                 return [x.new_zeros(x.shape) for x in leaves]
@@ -84,17 +85,6 @@ def as_custom_op(name: str, attend: Attend) -> Attend:
         return out
 
     return call
-
-
-@contextmanager
-def _autograd() -> Iterator[None]:
-    """Records gradients inside an operator, where torch has turned autograd off as a whole."""
-    key = torch._C.DispatchKey
-    with ExitStack() as stack:
-        for off in (key.AutogradFunctionality, key.AutogradOther, key.ADInplaceOrView):
-            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(off, False))
-        stack.enter_context(torch.enable_grad())
-        yield
 
 
 def _needed(operands: Any, needed: list[bool]) -> list[Tensor]:

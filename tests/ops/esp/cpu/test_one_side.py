@@ -40,8 +40,7 @@ KINDS = {
 }
 
 
-@settings(max_examples=200)
-@given(
+any_sort = given(
     metric=st.sampled_from(METRICS),
     balance=st.sampled_from(BALANCES),
     unit=st.sampled_from(UNITS),
@@ -54,7 +53,22 @@ KINDS = {
     exponent=st.floats(-3, 1),
     seed=st.integers(0, 2**20),
 )
-def test_any_sort(metric, balance, unit, kind, n, width, hard, masked, back, exponent, seed):
+
+
+@settings(max_examples=60)
+@any_sort
+def test_any_sort(**drawn):
+    assert_cpu_is_linear(**drawn)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000)
+@any_sort
+def test_a_thousand_sorts(**drawn):
+    assert_cpu_is_linear(**drawn)
+
+
+def assert_cpu_is_linear(metric, balance, unit, kind, n, width, hard, masked, back, exponent, seed):
     torch.manual_seed(seed)
     x = KINDS[kind](torch.randn(2, n, dtype=torch.float64))
     values = torch.randn(2, n, width, dtype=torch.float64)

@@ -6,6 +6,7 @@ They are compiled at their first call otherwise, for some seconds each, and kept
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 
 import torch
@@ -14,18 +15,27 @@ from espformer.ops.esp import cpu
 from espformer.ops.esp.options import ESPOptions
 from espformer.ops.esp.problem import Problem
 
+METRICS, BALANCES = ("absolute", "squared"), ("rows", "both")
+DTYPES, WIDTHS = ("float32", "float64"), (16, 32)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m espformer.ops.esp.cpu", description=__doc__)
-    parser.add_argument("--dtype", default="float32", choices=("float32", "float64"))
+    parser.add_argument("--dtype", default="float32", choices=DTYPES)
+    parser.add_argument("--metric", nargs="+", choices=METRICS, default=METRICS)
+    parser.add_argument("--balance", nargs="+", choices=BALANCES, default=BALANCES[:1])
+    parser.add_argument(
+        "--width", type=int, nargs="+", default=WIDTHS, metavar="COLUMNS",
+        help="of queries and values; kernels are made for up to 8, up to 16 and more "
+        "(default: 16 32)",
+    )  # fmt: skip
     options = parser.parse_args()
     dtype, start = getattr(torch, options.dtype), time.perf_counter()
-    for metric in ("absolute", "squared"):
-        chosen = ESPOptions(metric=metric, inverse_temperature=0.1, scale=1.0)
-        for width in (16, 32):
-            tokens = torch.randn(3, 1, 8, width, dtype=dtype, requires_grad=True)
-            query, key, value = tokens.unbind()
-            cpu.attend(Problem(query, key, chosen), value).sum().backward()
+    for metric, balance, width in itertools.product(options.metric, options.balance, options.width):
+        chosen = ESPOptions(metric=metric, balance=balance, inverse_temperature=0.1, scale=1.0)
+        tokens = torch.randn(3, 1, 8, width, dtype=dtype, requires_grad=True)
+        query, key, value = tokens.unbind()
+        cpu.attend(Problem(query, key, chosen), value).sum().backward()
     seconds = time.perf_counter() - start
     print(f"kernels for {options.dtype} on this CPU are ready, after {seconds:.0f} s")
 

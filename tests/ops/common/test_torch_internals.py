@@ -1,0 +1,79 @@
+"""Private names of torch: each exists, means what it is taken for, and stands in one file."""
+
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import espformer
+from espformer.ops.common import torch_internals
+from espformer.ops.common.torch_internals import (
+    autograd_inside_an_operator,
+    has_dispatch_modes,
+    is_exporting,
+    is_transformed,
+    tree_leaves,
+)
+
+PRIVATE = re.compile(r"\btorch(?:\.\w+)*\.(?:_(?!_)|_C\b)\w*|from torch\.?[\w.]*\b_\w+ import")
+
+
+class Told(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 2 if is_exporting() else x + 1
+
+
+def test_compilation_is_no_export() -> None:
+    assert not is_exporting()
+    compiled = torch.compile(Told(), fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(1)) == 1
+
+
+def test_export_is() -> None:
+    for strict in (True, False):
+        program = torch.export.export(Told(), (torch.zeros(1),), strict=strict)
+        assert program.module()(torch.zeros(1)) == 2
+
+
+def test_modes_are_seen() -> None:
+    assert not has_dispatch_modes()
+    with FlopCounterMode(display=False):
+        assert has_dispatch_modes()
+    assert not has_dispatch_modes()
+
+
+def test_transforms_are_seen() -> None:
+    assert not is_transformed()
+    seen = []
+    torch.func.vmap(lambda x: seen.append(is_transformed()) or x)(torch.zeros(2))
+    assert seen == [True]
+    assert hasattr(torch._C, "_are_functorch_transforms_active")
+
+
+def test_gradients_are_recorded_inside_an_operator() -> None:
+    seen = []
+
+    @torch.library.custom_op("espformer_tests::inside", mutates_args=())
+    def inside(x: Tensor) -> Tensor:
+        leaf = x.detach().requires_grad_()
+        seen.append((leaf * 2).requires_grad)
+        with autograd_inside_an_operator():
+            seen.append((leaf * 2).requires_grad)
+        return x.clone()
+
+    inside(torch.ones(2, requires_grad=True))
+    assert seen == [False, True]
+
+
+def test_leaves_of_outputs() -> None:
+    assert tree_leaves({"a": [1, (2, 3)], "b": 4}) == [1, 2, 3, 4]
+
+
+def test_no_other_file_reaches_into_torch() -> None:
+    home = Path(torch_internals.__file__)
+    assert len(PRIVATE.findall(home.read_text("utf-8"))) >= 5
+    for path in sorted(Path(espformer.__file__).parent.rglob("*.py")):
+        found = PRIVATE.findall(path.read_text("utf-8"))
+        assert path == home or not found, f"{path}: {found} belongs into {home.name}"
