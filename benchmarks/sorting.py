@@ -3,8 +3,8 @@
 Three tasks: numbers in order, their ranks, and rows of eight values in the order of one number.
 Every method has a process of its own for each task and batch, with a limit of time and of memory,
 so that one that fails leaves the others alone, and its peak of memory is its own; lengths ascend.
-Other libraries are measured if they can be imported: torchsort, fast-soft-sort, diffsort, SoftTorch;
-the table lists those that cannot.
+Other libraries are measured if they can be imported: torchsort, fast-soft-sort, diffsort and
+SoftTorch; the table lists those that cannot.
 
 They relax the same sort in different ways, each at its default softness, so each is held to itself
 in float64, output and gradient; ours and the dense formula are held to the dense formula, and ours
@@ -353,7 +353,7 @@ def main() -> int:
         "softness": f"espformer and dense SoftSort: {TEMPERATURE} of the spread; others: defaults",
         "absent": ", ".join(absent()) or "none",
         "company": str(company),
-        "repeats": f"least of as many as fit in {ENOUGH:g} s, one at least, forward and backward; on "
+        "repeats": f"least of as many as fit in {ENOUGH:g} s, one at least, forward + backward; on "
         "a CPU the time that the process computed, on one thread",
         "memory": "peak above what the inputs and the loaded libraries take, in 10⁶ bytes",
         "limits": f"{SECONDS:g} s for a size, and again for its check; on a CPU {GIGABYTES:g} GB",
