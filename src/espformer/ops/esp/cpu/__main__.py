@@ -11,6 +11,7 @@ import time
 import torch
 
 from espformer.ops.esp import cpu
+from espformer.ops.esp.cpu.operators import SHORT
 from espformer.ops.esp.options import ESPOptions
 from espformer.ops.esp.problem import Problem
 
@@ -20,10 +21,11 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "float64"))
     options = parser.parse_args()
     dtype, start = getattr(torch, options.dtype), time.perf_counter()
-    for metric in ("absolute", "squared"):
-        chosen = ESPOptions(metric=metric, inverse_temperature=0.1, scale=1.0)
-        for width in (16, 32):
-            tokens = torch.randn(3, 1, 8, width, dtype=dtype, requires_grad=True)
+    calls = [(metric, False, width) for metric in ("absolute", "squared") for width in (16, 32)]
+    for metric, hard, width in [*calls, ("absolute", True, 16), ("absolute", True, 32)]:
+        chosen = ESPOptions(metric=metric, hard=hard, inverse_temperature=0.1, scale=1.0)
+        for length in (8, 1 + max(SHORT.values())):  # short sequences have kernels of their own
+            tokens = torch.randn(3, 1, length, width, dtype=dtype, requires_grad=True)
             query, key, value = tokens.unbind()
             cpu.attend(Problem(query, key, chosen), value).sum().backward()
     seconds = time.perf_counter() - start

@@ -7,6 +7,7 @@ not wait for their code.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from espformer.ops.esp.cpu.simd import LANES
 from espformer.ops.esp.exponentials import exponential_sum
 
 
+@cache
 def table_of(metric: str, dtype: torch.dtype) -> tuple[np.ndarray, tuple[int, ...]]:
     """The poles of a metric, once for the left and once for the right, and lanes for them.
 

@@ -9,6 +9,7 @@ and the weights of the slices: they are outputs too.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -56,12 +57,18 @@ def _new_side(points: Tensor) -> list[Tensor]:
     return [lengths, order, torch.empty_like(points), torch.empty_like(points)]
 
 
+@cache
+def _exponents(dtype: np.dtype) -> np.ndarray:
+    """Of the balancing steps."""
+    return np.array(chebyshev_exponents(), dtype)
+
+
 def _settings(
     inv_bandwidth: Tensor, metric: str, balance: str, hard: bool, ties: str,
     slopes: bool = False, short: bool = False,
 ) -> Settings:  # fmt: skip
     table, poles = table_of("absolute" if hard or short else metric, inv_bandwidth.dtype)
-    exponents = np.array(chebyshev_exponents(), table.dtype)
+    exponents = _exponents(table.dtype)
     balanced = balance == "both" and not hard
     return Settings(
         _array(inv_bandwidth), hard, ties == "average", balanced, slopes, exponents,
@@ -70,7 +77,7 @@ def _settings(
 
 
 # Tokens up to which plans are matrices: 4 N³ multiplications against some dozens of N d.
-SHORT = {"absolute": 40, "squared": 96}
+SHORT = {"absolute": 32, "squared": 96}
 
 
 def _is_short(query_points: Tensor, key_points: Tensor, metric: str, hard: bool) -> bool:

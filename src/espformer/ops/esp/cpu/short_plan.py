@@ -26,7 +26,6 @@ from espformer.ops.esp.cpu.dense import (
     mix_two,
     multiply,
     pack,
-    pack_columns,
     products,
     pull,
     scale_columns,
@@ -48,9 +47,8 @@ from espformer.ops.esp.cpu.workspace import DIGITS
 
 # Rows of the room for matrices: kernels of both sides, what they are scaled to, what the coupling
 # makes of it, the plan, its gradient and those of both sides; matrices of a head, and transposes.
-KAPPA_Q, KAPPA_K, LEFT, RIGHT, MET, PLAN = range(6)
-D_PLAN, D_PLAN_T, D_LEFT, D_RIGHT, D_MET = range(6, 11)
-FORCES, FORCES_T, COSTS, COSTS_T, MEAN, D_COSTS = range(11, 17)
+KAPPA_Q, KAPPA_K, LEFT, RIGHT, MET, PLAN, IDENTITY, COSTS, MEAN = range(9)
+D_PLAN, D_PLAN_T, D_LEFT, D_RIGHT, D_MET, FORCES, FORCES_T, COSTS_T, D_COSTS = range(9, 18)
 FORWARD, ALL = MEAN + 1, D_COSTS + 1
 
 # Rows of the room for columns.
@@ -80,11 +78,13 @@ def new_short_room(
     """Room for up to so many tokens, whose rows have up to so many columns."""
     stride, width, whole = (-(-x // to) * to for x, to in ((tokens, 8), (columns, 8), (tokens, 16)))
     made = np.ones((2, steps, whole), dtype)
+    squares = np.zeros((matrices, stride * stride), dtype)
+    squares[IDENTITY, :: stride + 1] = 1
     return ShortRoom(
         np.empty(2 * tokens, np.uint64), np.empty((3, max(tokens, DIGITS)), np.int32),
         np.zeros((8, whole), dtype), made, np.zeros((stride + 1) * 2 * steps, dtype),
         np.zeros(steps * stride, dtype),
-        np.zeros((matrices, stride * stride), dtype), np.zeros((5, stride * width), dtype),
+        squares, np.zeros((5, stride * width), dtype),
         stride, width,
     )  # fmt: skip
 
@@ -157,12 +157,11 @@ def set_costs(query, key, centre, queries, keys, head, room):  # type: ignore[no
     q_order, k_order = queries.order[head, 0], keys.order[head, 0]
     n, m = queries.lengths[head], keys.lengths[head]
     rows, stride, width = room.rows, room.stride, room.width
-    for i in range(3):
-        which = Q_ROWS if i == 0 else K_ROWS if i == 1 else TURNED
-        clear(rows[which], len(rows[which]))
+    clear(rows[Q_ROWS], stride * width)
+    clear(rows[K_ROWS], stride * width)
     pack(query[head], centre[head], q_order, n, width, rows[Q_ROWS])
     pack(key[head], centre[head], k_order, m, width, rows[K_ROWS])
-    pack_columns(key[head], centre[head], k_order, m, stride, rows[TURNED])
+    transpose(rows[K_ROWS], stride, width, room.matrices[IDENTITY], rows[TURNED])
     squared_distances(rows[Q_ROWS], rows[TURNED], stride, width, stride, room.matrices[COSTS])
 
 
@@ -216,7 +215,7 @@ def attend_short(
         if empty:
             continue
         rows, inverse = room.rows, mean.dtype.type(1 / total)
-        clear(rows[V_ROWS], len(rows[V_ROWS]))
+        clear(rows[V_ROWS], stride * width)
         pack(value[head], origin[head], keys.order[head, 0], m, width, rows[V_ROWS])
         multiply(mean, stride, one, rows[V_ROWS], value.shape[1], stride, width, rows[OUT_ROWS])
         for i in range(stride * width):
@@ -316,20 +315,20 @@ def short_gradient(
         if n == 0 or m == 0:
             continue
         q_order, k_order = queries.order[head, 0], keys.order[head, 0]
-        for i in range(2):
-            which = V_ROWS if i == 0 else TURNED
-            clear(rows[which], len(rows[which]))
+        clear(rows[V_ROWS], stride * width)
+        pack(value[head], origin[head], k_order, m, width, rows[V_ROWS])
+        transpose(rows[V_ROWS], stride, width, matrices[IDENTITY], rows[TURNED])
+        clear(rows[V_ROWS], stride * width)
         pack(upstream[head], origin[head], q_order, n, width, rows[V_ROWS])
-        pack_columns(value[head], origin[head], k_order, m, stride, rows[TURNED])
         multiply(rows[V_ROWS], width, one, rows[TURNED], value.shape[2], stride, stride, forces)
-        transpose(forces, stride, matrices[FORCES_T])
+        transpose(forces, stride, stride, matrices[IDENTITY], matrices[FORCES_T])
         expected = 0.0
         for i in range(n):
             for j in range(upstream.shape[2]):
                 expected += upstream[head, q_order[i], j] * out[head, q_order[i], j]
         if with_costs:
             set_costs(query, key, centre, queries, keys, head, room)
-            transpose(costs, stride, matrices[COSTS_T])
+            transpose(costs, stride, stride, matrices[IDENTITY], matrices[COSTS_T])
         clear(mean, size)
         clear(matrices[D_COSTS], size)
         for l in range(weights.shape[1]):
