@@ -1,10 +1,10 @@
 """Differentiable sorts side by side, forward and backward: ``python -m benchmarks.sorting``.
 
 Three tasks: numbers in order, their ranks, and rows of eight values in the order of one number.
-Every measurement is a process of its own, with a limit of time and of memory, so that one that
-fails leaves the others alone, and its peak of memory is its own. Other libraries are measured if
-they can be imported: torchsort, fast-soft-sort, diffsort, SoftTorch; the table lists those that
-cannot.
+Every method has a process of its own for each task and batch, with a limit of time and of memory,
+so that one that fails leaves the others alone, and its peak of memory is its own; lengths ascend.
+Other libraries are measured if they can be imported: torchsort, fast-soft-sort, diffsort and
+SoftTorch; the table lists those that cannot.
 
 They relax the same sort in different ways, each at its default softness, so each is held to itself
 in float64, output and gradient; ours and the dense formula are held to the dense formula, and ours
@@ -20,8 +20,10 @@ import math
 import resource
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +33,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Company, print_table, write_results
-from benchmarks.memory import resident_peak
+from benchmarks.memory import new_peak, resident_peak
 from espformer import sorting
 from espformer.lab.bench.cases import largest_error
 from espformer.lab.bench.tables import file_stem
@@ -39,10 +41,12 @@ from espformer.lab.machine import machine
 
 LENGTHS, BATCHES, WIDTH = (100, 1_000, 10_000, 100_000, 1_000_000), (1, 64), 8
 TEMPERATURE = 0.1  # shares of the spread, which is one here
-SECONDS, GIGABYTES = 120.0, 8.0  # limits of one measurement, with what it imports and checks
+SECONDS, GIGABYTES = 8.0, 8.0  # limits: of one size, and again of its check; of a process
+IMPORTS = 60.0  # seconds until a process has begun
 DENSE_ORACLE = 1e7  # entries of all matrices: up to here the oracle is the dense formula
 TORCH_ORACLE = 2e6  # numbers: up to here the oracle of ours is the operator in torch
 TOLERANCE, PEER_TOLERANCE = 1e-3, 1e-2
+ENOUGH = 0.5  # seconds of calls of one size
 
 Sort = Callable[..., Tensor]
 
@@ -186,67 +190,95 @@ def forward_backward(sort: Sort, tensors: list[Tensor]) -> list[Tensor]:
     return [out, *torch.autograd.grad(out, tensors, upstream.view_as(out))]
 
 
-def measure(task: str, method: str, count: int, batch: int, device: str) -> dict[str, float]:
-    """The least seconds, peak bytes above what the inputs take, and the error."""
+def measure(task: str, method: str, count: int, batch: int, device: str) -> Iterator[dict]:
+    """The least seconds and the peak of memory above what the inputs take; then the error."""
     sort = METHODS[task][method]
     tensors = inputs(task, batch, count, device, torch.float32)
     cuda = device == "cuda"
     if cuda:
-        forward_backward(sort, inputs(task, 1, 8, device, torch.float32))  # contexts, compilers
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     else:
-        forward_backward(sort, inputs(task, 1, 8, device, torch.float32))
-        before = resident_peak()
-    got = forward_backward(sort, tensors)
-    peak = torch.cuda.max_memory_allocated() if cuda else resident_peak()
+        before = new_peak()
     # On a CPU, of what the process computes: others may use the machine meanwhile.
     clock = time.perf_counter if cuda else time.process_time
     times: list[float] = []
-    while len(times) < 3 or (sum(times) < 2.0 and len(times) < 50):
+    while not times or (sum(times) < ENOUGH and len(times) < 100):
         start = clock()
-        forward_backward(sort, tensors)
+        got = forward_backward(sort, tensors)
         if cuda:
             torch.cuda.synchronize()
         times.append(clock() - start)
+        if len(times) == 1:
+            peak = torch.cuda.max_memory_allocated() if cuda else resident_peak()
     memory = (peak - before) / 1e6 if cuda else (peak - before) * 1e3
-    found = {"seconds": min(times), "memory_mb": memory}
-    print(json.dumps(found), flush=True)  # should the oracle take too much
+    yield {"seconds": min(times), "memory_mb": memory}
     exact = inputs(task, batch, count, device, torch.float64)
     if method in (OURS, DENSE) and batch * count**2 <= DENSE_ORACLE:
         sort = METHODS[task][DENSE]
     elif method == OURS and batch * count <= TORCH_ORACLE:
         sort = partial(sort, backend="linear")
-    return found | {"error": largest_error(got, forward_backward(sort, exact))}
+    yield {"error": largest_error(got, forward_backward(sort, exact))}
 
 
-def run(task: str, method: str, count: int, batch: int, device: str) -> dict[str, Any]:
-    """The measurement of a fresh process, or what went wrong."""
+def measure_all(task: str, method: str, batch: int, counts: list[int], device: str) -> None:
+    """Prints a line when a size begins, when it was timed and when it was checked."""
+    forward_backward(METHODS[task][method], inputs(task, 1, 8, device, torch.float32))
+    for count in counts:
+        print(json.dumps({"count": count}), flush=True)
+        for found in measure(task, method, count, batch, device):
+            print(json.dumps(found), flush=True)
+
+
+def run(task: str, method: str, batch: int, counts: list[int], device: str) -> dict[int, dict]:
+    """What a fresh process measured for each length, or what went wrong; after that: nothing."""
     command = [sys.executable, "-m", "benchmarks.sorting", "--device", device]
-    command += ["--one", task, method, str(count), str(batch)]
-    root = Path(__file__).parents[1]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=SECONDS)
-        text, errors, code = done.stdout, done.stderr, done.returncode
-    except subprocess.TimeoutExpired as late:
-        text = (late.stdout or b"").decode()
-        errors, code = f"took more than {SECONDS:g} s", 1
-    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    if not lines:
-        memory = any(sign in errors for sign in ("memory", "MemoryError", "allocate")) or code < 0
-        last = errors.strip().splitlines()[-1:] or [f"exit status {code}"]
-        return {"status": "out of memory" if memory else last[0][:60]}
-    return {"status": "ok", **lines[-1]}
+    command += ["--one", task, method, str(batch), *map(str, counts)]
+    found: dict[int, dict[str, Any]] = {}
+    late = ""
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=Path(__file__).parents[1]
+        ) as process,
+    ):
+        assert process.stdout is not None
+        limit, now = IMPORTS, None
+        while True:
+            timer = threading.Timer(limit, process.kill)
+            timer.start()
+            start, line = time.monotonic(), process.stdout.readline()
+            timer.cancel()
+            if not line:
+                late = f"over {SECONDS:g} s" if time.monotonic() - start >= limit else ""
+                break
+            news = json.loads(line) if line.startswith("{") else {}
+            if "count" in news:
+                now = found.setdefault(news["count"], {})
+            elif now is not None:
+                now.update(news)
+            limit = SECONDS
+        process.wait()
+        errors.seek(0)
+        text = errors.read()
+    unfinished = [count for count in counts if "error" not in found.get(count, {})]
+    if unfinished:
+        memory = any(x in text for x in ("memory", "MemoryError", "allocate"))
+        last = text.strip().splitlines()[-1:] or [f"exit status {process.returncode}"]
+        found.setdefault(unfinished[0], {})["status"] = late or (
+            "out of memory" if memory else last[0][:60]
+        )
+    return found
 
 
 def row(task: str, method: str, count: int, batch: int, found: dict[str, Any], ours: float) -> Row:
     seconds, error = found.get("seconds"), found.get("error")
-    status = found["status"]
+    status = found.get("status", "ok")
     if error is not None:
         limit = TOLERANCE if method in (OURS, DENSE) else PEER_TOLERANCE
         status = "ok" if error <= limit else "FAILED" if limit == TOLERANCE else "not itself"
     elif seconds is not None:
-        status = "not checked: float64 over the limits"
+        status = f"not checked, float64: {status}"
     return Row(
         task, method, f"{count:,}", batch,
         "–" if seconds is None else f"{1e3 * seconds:,.2f}",
@@ -257,28 +289,39 @@ def row(task: str, method: str, count: int, batch: int, found: dict[str, Any], o
     )  # fmt: skip
 
 
+def sizes(
+    task: str, method: str, batch: int, counts: list[int], device: str
+) -> dict[int, dict[str, Any]]:
+    """`run`, again after a size that was timed but not checked, until one cannot be run."""
+    found: dict[int, dict[str, Any]] = {}
+    left = list(counts)
+    while left:
+        found |= run(task, method, batch, left, device)
+        failed = next((count for count in left if "error" not in found[count]), left[-1])
+        left = left[left.index(failed) + 1 :]
+        if "seconds" not in found[failed]:
+            return found | {count: {"status": f"see N = {failed:,}"} for count in left}
+    return found
+
+
 def table(
     tasks: list[str], lengths: list[int], batches: list[int], device: str, methods: list[str] | None
 ) -> list[Row]:
-    rows, missing = [], absent()
+    """The rows by size; every method works through all sizes of a task and a batch in one go."""
+    rows, missing, lengths = [], absent(), sorted(lengths)
     for task in tasks:
         for batch in batches:
-            failed: dict[str, str] = {}
+            found = {}
+            for method in METHODS[task]:
+                if package(method) in missing or (methods and method not in methods):
+                    continue
+                found[method] = sizes(task, method, batch, lengths, device)
+                told = (f"{n:,}: {1e3 * x['seconds']:,.2f}" if "seconds" in x else
+                        f"{n:,}: {x['status']}" for n, x in found[method].items())  # fmt: skip
+                print(f"{task}, batch {batch}, {method}: {'; '.join(told)}", file=sys.stderr)
             for count in lengths:
-                ours = math.nan
-                for method in METHODS[task]:
-                    if package(method) in missing or (methods and method not in methods):
-                        continue
-                    if method in failed:
-                        found: dict[str, Any] = {"status": f"see {failed[method]}"}
-                    else:
-                        found = run(task, method, count, batch, device)
-                    if "seconds" not in found:
-                        failed.setdefault(method, f"N = {count:,}")
-                    elif method == OURS:
-                        ours = found["seconds"]
-                    rows.append(row(task, method, count, batch, found, ours))
-                    print(" ".join(map(str, vars(rows[-1]).values())), file=sys.stderr, flush=True)
+                ours = found.get(OURS, {}).get(count, {}).get("seconds", math.nan)
+                rows += [row(task, x, count, batch, found[x][count], ours) for x in found]
     return rows
 
 
@@ -290,14 +333,14 @@ def main() -> int:
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--methods", nargs="+", help="some of them, by the names of the table")
     parser.add_argument("--dry-run", action="store_true", help="print, and write no results")
-    parser.add_argument("--one", nargs=4, metavar=("TASK", "METHOD", "N", "BATCH"))
+    parser.add_argument("--one", nargs="+", metavar="TASK METHOD BATCH N", help="used internally")
     options = parser.parse_args()
     if options.one:
-        task, method, count, batch = options.one
+        task, method, batch, *counts = options.one
         if options.device == "cpu":
             limit = int(GIGABYTES * 1e9)
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        print(json.dumps(measure(task, method, int(count), int(batch), options.device)))
+        measure_all(task, method, int(batch), [int(n) for n in counts], options.device)
         return 0
 
     company = Company()
@@ -310,10 +353,10 @@ def main() -> int:
         "softness": f"espformer and dense SoftSort: {TEMPERATURE} of the spread; others: defaults",
         "absent": ", ".join(absent()) or "none",
         "company": str(company),
-        "repeats": "least of at least 3, forward and backward, after one that does not count; on a "
-        "CPU the time that the process computed, on one thread",
+        "repeats": f"least of as many as fit in {ENOUGH:g} s, one at least, forward + backward; on "
+        "a CPU the time that the process computed, on one thread",
         "memory": "peak above what the inputs and the loaded libraries take, in 10⁶ bytes",
-        "limits": f"{SECONDS:g} s and, on a CPU, {GIGABYTES:g} GB for each measurement",
+        "limits": f"{SECONDS:g} s for a size, and again for its check; on a CPU {GIGABYTES:g} GB",
         "error": "largest ‖difference‖ / ‖exact‖ of output and gradients: espformer and dense "
         f"against the dense formula in float64 up to batch · N² = {DENSE_ORACLE:g}, espformer then "
         f"against its torch operator in float64 up to batch · N = {TORCH_ORACLE:g}; all others "

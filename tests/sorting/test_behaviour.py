@@ -312,6 +312,7 @@ def test_an_empty_batch():
 
 
 X = torch.randn(2, 5)
+MANY = torch.zeros(1).expand(2**24 + 1)
 
 
 @pytest.mark.parametrize(
@@ -322,6 +323,8 @@ X = torch.randn(2, 5)
         (lambda: sorting.soft_rank(torch.tensor(1.0)), "at least one dimension"),
         (lambda: sorting.soft_rank(X, dim=2), r"dim must be in \[-2, 1\]"),
         (lambda: sorting.soft_rank(X[:, :0]), "no numbers along dim -1"),
+        (lambda: sorting.soft_rank(MANY), "float32, which counts to 16,777,216; pass x.double"),
+        (lambda: sorting.soft_topk(MANY, 3), "cannot be told apart in torch.float32"),
         (lambda: sorting.soft_rank(X, temperature=0.0), r"temperature must be > 0.*hard=True"),
         (lambda: sorting.soft_rank(X, temperature=-torch.ones(2)), "must be > 0 everywhere"),
         (lambda: sorting.soft_rank(X, temperature=torch.ones(3)), "does not broadcast"),

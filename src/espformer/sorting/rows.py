@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypedDict
 
 import torch
@@ -61,6 +62,7 @@ class SoftSort:
     @property
     def lengths(self) -> Tensor:
         """How many numbers of each row take part: (batch, 1), in the dtype of the numbers."""
+        self._check_ranks()
         if self.mask is None:
             return self.numbers.new_full((self.numbers.shape[0], 1), self.count)
         return self.mask.sum(-1, keepdim=True, dtype=self.numbers.dtype)
@@ -68,7 +70,17 @@ class SoftSort:
     @property
     def positions(self) -> Tensor:
         """0, 1, … N - 1 in the dtype of the numbers."""
+        self._check_ranks()
         return torch.arange(self.count, dtype=self.numbers.dtype, device=self.numbers.device)
+
+    def _check_ranks(self) -> None:
+        """Ranks are numbers of the dtype that is computed in: float32 has no 2^24 + 1."""
+        most = int(2 / torch.finfo(self.numbers.dtype).eps)
+        if self.count > most:
+            raise ValueError(
+                f"{self.name}: ranks of {self.count:,} numbers cannot be told apart in "
+                f"{self.numbers.dtype}, which counts to {most:,}; pass x.double()"
+            )
 
     def sort(self, rows: Tensor) -> Tensor:
         """``A V``: rows of tokens (batch, N, d) to rows of ranks; ranks of padding are zero."""
@@ -150,13 +162,13 @@ class SoftSort:
                 f"are averaged; pass {label}.float()"
             )
         trailing = values.shape[len(shape) :]
-        rows = values.movedim(self.dim, len(self.lead))
+        rows = _moved(values, self.dim, len(self.lead))
         return rows.reshape(-1, self.count, math.prod(trailing)), trailing
 
     def unflatten(self, rows: Tensor, trailing: torch.Size) -> Tensor:
         """Undo `flatten`: values in their original shape."""
         rows = rows.reshape(*self.lead, self.count, *trailing)
-        return rows.movedim(len(self.lead), self.dim)
+        return _moved(rows, len(self.lead), self.dim)
 
 
 def prepare(
@@ -176,18 +188,18 @@ def prepare(
 ) -> SoftSort:
     """Check the arguments; return rows of numbers scaled near one, and their temperatures."""
     one_of(name, "unit", unit, UNITS)
-    options = ESPOptions(
-        temperature_unit="absolute", metric=metric, balance=balance, hard=hard, scale=1.0,
-        straight_through=straight_through, inverse_temperature=0.0, coupling="identity",
-    )  # fmt: skip
-    options.check(name)
+    chosen = name, metric, balance, hard, straight_through
+    try:  # compilers look into the function, and not at what it found before
+        options = (_options if torch.compiler.is_compiling() else _known_options)(*chosen)
+    except TypeError:  # what cannot be hashed is none of the choices: let that be told
+        options = _options(*chosen)
     wrong = OPTIONS["sort_temperature"].metadata["check"](temperature)
     if wrong is not None:
         raise ValueError(f"{name}: temperature {wrong}")
     dim = _check_numbers(name, x, dim)
     mask = _check_mask(name, x, mask)
 
-    rows = x.movedim(dim, -1)
+    rows = _moved(x, dim, x.dim() - 1)
     lead, dtype = rows.shape[:-1], torch.float64 if x.dtype == torch.float64 else torch.float32
     t = flat_temperature(
         name, "temperature", temperature, x.device, dtype, lead,
@@ -195,10 +207,30 @@ def prepare(
     )  # fmt: skip
     rows = rows.reshape(-1, x.shape[dim]).to(dtype)
     if mask is not None:
-        mask = mask.movedim(dim, -1).reshape(rows.shape)
+        mask = _moved(mask, dim, mask.dim() - 1).reshape(rows.shape)
         rows = rows.masked_fill(~mask, 0)
     options = replace(options, sort_temperature=t)
     return SoftSort(name, -rows if descending else rows, mask, lead, dim, options, unit, backend)
+
+
+def _options(
+    name: str, metric: str, balance: str, hard: bool, straight_through: bool | float
+) -> ESPOptions:
+    """Options of a soft sort, checked, without a temperature."""
+    options = ESPOptions(
+        temperature_unit="absolute", metric=metric, balance=balance, hard=hard, scale=1.0,
+        straight_through=straight_through, inverse_temperature=0.0, coupling="identity",
+    )  # fmt: skip
+    options.check(name)
+    return options
+
+
+_known_options = lru_cache(maxsize=256, typed=True)(_options)
+
+
+def _moved(x: Tensor, source: int, target: int) -> Tensor:
+    """``movedim``, and x itself where it stands right: autograd would go through a view."""
+    return x if source == target else x.movedim(source, target)
 
 
 def _near_one(numbers: Tensor) -> tuple[Tensor, Tensor]:

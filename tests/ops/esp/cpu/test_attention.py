@@ -1,5 +1,7 @@
 """The compiled kernels against the torch operator: outputs and gradients of drawn problems."""
 
+from unittest import mock
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -8,6 +10,7 @@ from hypothesis import given, settings
 pytest.importorskip("numba")
 
 from espformer import esp_attention
+from espformer.ops.esp.cpu import operators
 from tests.compare import (
     BALANCES,
     COUPLINGS,
@@ -42,13 +45,15 @@ def any_call(largest=8, widths=(1, 3, 8)):
         exponent=st.floats(-6, 1),
         tau=st.sampled_from((0.0, 0.1, 1.0)),
         seed=st.integers(0, 2**20),
+        short=st.sampled_from((None, 0, 120)),
     )
 
 
 def assert_cpu_is_linear(
     metric, balance, hard, ties, coupling, unit, kinds, n, m, head_dim, width, slices, preferred,
-    masked, exponent, tau, seed,
+    masked, exponent, tau, seed, short,
 ):  # fmt: skip
+    """`short`: tokens up to which plans are matrices; None leaves that as it is."""
     torch.manual_seed(seed)
     m = n if m is None else m
     if {"narrow", "far", "one-point"} & set(kinds):
@@ -57,15 +62,17 @@ def assert_cpu_is_linear(
     value = torch.randn(2, m, width, dtype=torch.float64)
     # Weights are exp(-τ D): a cost of a million leaves fewer digits than a cost of one.
     spread = float((query.unsqueeze(-2) - key.unsqueeze(-3)).square().sum(-1).max()) / head_dim
-    assert_same(
-        query, key, value, "cpu", "linear", metric=metric, balance=balance, hard=hard, ties=ties,
-        coupling=coupling, temperature_unit=unit, inverse_temperature=tau,
-        sort_temperature=torch.tensor(10.0**exponent, dtype=torch.float64),
-        slices=torch.randn(slices, head_dim, dtype=torch.float64) if slices else None,
-        slice_logits=torch.randn(slices or head_dim).double() if preferred else None,
-        query_mask=some(2, n) if masked else None, key_mask=some(2, m) if masked else None,
-        slack=1 + tau * spread,
-    )  # fmt: skip
+    limits = {} if short is None else dict.fromkeys(METRICS, short)
+    with mock.patch.dict(operators.SHORT, limits):
+        assert_same(
+            query, key, value, "cpu", "linear", metric=metric, balance=balance, hard=hard,
+            ties=ties, coupling=coupling, temperature_unit=unit, inverse_temperature=tau,
+            sort_temperature=torch.tensor(10.0**exponent, dtype=torch.float64),
+            slices=torch.randn(slices, head_dim, dtype=torch.float64) if slices else None,
+            slice_logits=torch.randn(slices or head_dim).double() if preferred else None,
+            query_mask=some(2, n) if masked else None, key_mask=some(2, m) if masked else None,
+            slack=1 + tau * spread,
+        )  # fmt: skip
 
 
 @settings(max_examples=100)

@@ -12,6 +12,7 @@ import time
 import torch
 
 from espformer.ops.esp import cpu
+from espformer.ops.esp.cpu.operators import SHORT
 from espformer.ops.esp.options import ESPOptions
 from espformer.ops.esp.problem import Problem
 
@@ -31,11 +32,16 @@ def main() -> None:
     )  # fmt: skip
     options = parser.parse_args()
     dtype, start = getattr(torch, options.dtype), time.perf_counter()
-    for metric, balance, width in itertools.product(options.metric, options.balance, options.width):
-        chosen = ESPOptions(metric=metric, balance=balance, inverse_temperature=0.1, scale=1.0)
-        tokens = torch.randn(3, 1, 8, width, dtype=dtype, requires_grad=True)
-        query, key, value = tokens.unbind()
-        cpu.attend(Problem(query, key, chosen), value).sum().backward()
+    calls = itertools.product(options.metric, options.balance, options.width, (False,))
+    hard = itertools.product(METRICS[:1], BALANCES[:1], options.width, (True,))
+    for metric, balance, width, exact in (*calls, *hard):
+        chosen = ESPOptions(
+            metric=metric, balance=balance, hard=exact, inverse_temperature=0.1, scale=1.0
+        )
+        for length in (8, 1 + max(SHORT.values())):  # short sequences have kernels of their own
+            tokens = torch.randn(3, 1, length, width, dtype=dtype, requires_grad=True)
+            query, key, value = tokens.unbind()
+            cpu.attend(Problem(query, key, chosen), value).sum().backward()
     seconds = time.perf_counter() - start
     print(f"kernels for {options.dtype} on this CPU are ready, after {seconds:.0f} s")
 

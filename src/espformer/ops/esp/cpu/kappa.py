@@ -7,18 +7,20 @@ not wait for their code.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numba.core.extending import overload
 
-from espformer.ops.esp.cpu import absolute, gaussian
+from espformer.ops.esp.cpu import absolute, dense, gaussian
 from espformer.ops.esp.cpu.compiling import OPTIONS
 from espformer.ops.esp.cpu.simd import LANES
 from espformer.ops.esp.exponentials import exponential_sum
 
 
+@cache
 def table_of(metric: str, dtype: torch.dtype) -> tuple[np.ndarray, tuple[int, ...]]:
     """The poles of a metric, once for the left and once for the right, and lanes for them.
 
@@ -125,6 +127,8 @@ def multiply_column(kappa, x, y):  # type: ignore[no-untyped-def]
 
 @overload(multiply_column, jit_options=OPTIONS)
 def _multiply_column(kappa, x, y):  # type: ignore[no-untyped-def]
+    if "matrix" in kappa.fields:
+        return dense.multiply_column.py_func
     return (gaussian if _is_squared(kappa) else absolute).multiply_column.py_func
 
 

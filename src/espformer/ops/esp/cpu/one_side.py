@@ -182,6 +182,17 @@ def spoil(rows, places, n):  # type: ignore[no-untyped-def]
             rows[places[i], j] = np.nan
 
 
+@part
+def spoil_gradients(order, places, n, rows_wanted, head, d_rows, d_numbers, d_temperatures):  # type: ignore[no-untyped-def]
+    """NaN for all that a row of numbers with NaN has a gradient of."""
+    stand_alone()
+    if rows_wanted:
+        spoil(d_rows[head], places, n)
+    for i in range(min(n, d_numbers.shape[1])):
+        d_numbers[head, order[i]] = np.nan
+    d_temperatures[head] = np.nan
+
+
 @kernel
 def mix_rows(
     h0, h1, l0, l1, settings, side, value, back, centre, out, room, lanes
@@ -269,11 +280,8 @@ def mix_gradient(
     for head in range(h0, h1):
         n, order, scales = side.lengths[head], side.order[head, 0], side.scales[head, 0]
         if np.isnan(settings.inv_bandwidth[head]):
-            if rows_wanted:
-                spoil(d_rows[head], ranks if back else order, n)
-            for i in range(min(n, d_numbers.shape[1])):
-                d_numbers[head, order[i]] = np.nan
-            d_temperatures[head] = np.nan
+            places = ranks if back else order
+            spoil_gradients(order, places, n, rows_wanted, head, d_rows, d_numbers, d_temperatures)
             continue
         inner = scales if settings.balanced else ones
         clear_blocks(d_blocks)
@@ -362,11 +370,8 @@ def columns_gradient(
     for head in range(h0, h1):
         n, order, scales = side.lengths[head], side.order[head, 0], side.scales[head, 0]
         if np.isnan(settings.inv_bandwidth[head]):
-            if rows_wanted:
-                spoil(d_rows[head], ranks if back else order, n)
-            for i in range(min(n, d_numbers.shape[1])):
-                d_numbers[head, order[i]] = np.nan
-            d_temperatures[head] = np.nan
+            places = ranks if back else order
+            spoil_gradients(order, places, n, rows_wanted, head, d_rows, d_numbers, d_temperatures)
             continue
         if n == 0:
             continue

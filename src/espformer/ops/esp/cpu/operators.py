@@ -9,6 +9,7 @@ and the weights of the slices: they are outputs too.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
 from espformer.ops.esp.balancing import chebyshev_exponents
 from espformer.ops.esp.coupling import couple
-from espformer.ops.esp.cpu import gradients, soft_plan
+from espformer.ops.esp.cpu import gradients, short_plan, soft_plan
 from espformer.ops.esp.cpu.kappa import table_of
+from espformer.ops.esp.cpu.short_plan import new_short_room
 from espformer.ops.esp.cpu.simd import LANES
 from espformer.ops.esp.cpu.soft_plan import Pairs, Settings, Side
 from espformer.ops.esp.cpu.threads import run, shares
@@ -55,17 +57,49 @@ def _new_side(points: Tensor) -> list[Tensor]:
     return [lengths, order, torch.empty_like(points), torch.empty_like(points)]
 
 
+@cache
+def _exponents(dtype: np.dtype) -> np.ndarray:
+    """Of the balancing steps."""
+    return np.array(chebyshev_exponents(), dtype)
+
+
 def _settings(
     inv_bandwidth: Tensor, metric: str, balance: str, hard: bool, ties: str,
-    slopes: bool = False,
+    slopes: bool = False, short: bool = False,
 ) -> Settings:  # fmt: skip
-    table, poles = table_of("absolute" if hard else metric, inv_bandwidth.dtype)
-    exponents = np.array(chebyshev_exponents(), table.dtype)
+    table, poles = table_of("absolute" if hard or short else metric, inv_bandwidth.dtype)
+    exponents = _exponents(table.dtype)
     balanced = balance == "both" and not hard
     return Settings(
         _array(inv_bandwidth), hard, ties == "average", balanced, slopes, exponents,
-        table, poles,
+        table, poles, metric == "squared",
     )  # fmt: skip
+
+
+# Tokens up to which plans are matrices: 4 N³ multiplications against some dozens of N d.
+SHORT = {"absolute": 32, "squared": 96}
+
+
+def _is_short(query_points: Tensor, key_points: Tensor, metric: str, hard: bool) -> bool:
+    tokens = max(query_points.shape[-1], key_points.shape[-1])
+    return not hard and tokens <= SHORT[metric]
+
+
+def _run_short(
+    kernel: Any, settings: Settings, points: tuple[Tensor, Tensor], columns: int, matrices: int,
+    *operands: Any,
+) -> None:  # fmt: skip
+    """Runs a kernel of `short_plan` on all heads; threads share these, and no slices."""
+    heads, slices, _ = points[0].shape
+    tokens = max(x.shape[-1] for x in points)
+    operands = tuple(_array(x) if isinstance(x, Tensor) else x for x in operands)
+    steps = len(settings.exponents) + 1 if settings.balanced else 0
+
+    def arguments(index: int) -> tuple[Any, ...]:
+        room = new_short_room(tokens, columns, settings.table.dtype, steps, matrices)
+        return settings, *operands, room
+
+    run(kernel, shares(heads, 1, slices * heads * tokens**3), arguments)
 
 
 class _Work:
@@ -137,9 +171,27 @@ def attend(
     many queries as keys.
     """
     heads, slices, tokens = query_points.shape
-    settings = _settings(inv_bandwidth, metric, balance, hard, ties)
+    short = _is_short(query_points, key_points, metric, hard)
+    settings = _settings(inv_bandwidth, metric, balance, hard, ties, short=short)
     q_parts, k_parts = _new_side(query_points), _new_side(key_points)
     queries, keys = _side(q_parts), _side(k_parts)
+    origin = value.new_zeros(heads, value.shape[-1])
+    if short:
+        for parts, mask in ((q_parts, query_mask), (k_parts, key_mask)):
+            lengths = parts[2].shape[-1] if mask is None else mask.sum(-1)
+            parts[0].copy_(torch.as_tensor(lengths))
+        lengths_of_both = q_parts[0], k_parts[0]
+        pairs = _pairs(coupling, lengths_of_both, tokens, key_points.shape[-1], query.dtype)
+        weights = query.new_empty(heads, slices)
+        out = value.new_zeros(heads, tokens, value.shape[-1])
+        logits = query.new_empty(heads, 0) if slice_logits is None else slice_logits
+        _run_short(
+            short_plan.attend_short, settings, (query_points, key_points),
+            max(value.shape[-1], query.shape[-1]), short_plan.FORWARD, queries, keys, pairs, tau,
+            query, key, value, query_points, key_points, _mask(query_mask, heads),
+            _mask(key_mask, heads), logits, centre, origin, out, weights,
+        )  # fmt: skip
+        return out, weights, *q_parts, *k_parts  # type: ignore[return-value]
     width = value.shape[-1] + (query.shape[-1] if tau else 0)
     work = _Work(settings, query_points, key_points, width)
     work.run(soft_plan.sort_side, query_points, _mask(query_mask, heads), queries)
@@ -152,7 +204,6 @@ def attend(
     logits = -tau * costs
     weights = (logits if slice_logits is None else logits + slice_logits).softmax(-1)
     out = work.zeros(value.new_empty(heads, tokens, value.shape[-1]))
-    origin = value.new_zeros(heads, value.shape[-1])
     work.run(
         soft_plan.apply_plans, *plan, value, weights, origin, sums=(out,), width=value.shape[-1]
     )
@@ -186,8 +237,9 @@ def _room(wanted: list[bool], *operands: Tensor) -> list[tuple[int, ...]]:
 
 @operator("cpu_attend_backward")
 def attend_backward(
-    upstream: Tensor, weights: Tensor, q_lengths: Tensor, q_order: Tensor, q_points: Tensor,
-    q_scales: Tensor, k_lengths: Tensor, k_order: Tensor, k_points: Tensor, k_scales: Tensor,
+    upstream: Tensor, out: Tensor, weights: Tensor,
+    q_lengths: Tensor, q_order: Tensor, q_points: Tensor, q_scales: Tensor,
+    k_lengths: Tensor, k_order: Tensor, k_points: Tensor, k_scales: Tensor,
     query: Tensor, key: Tensor, value: Tensor, inv_bandwidth: Tensor, centre: Tensor,
     tau: float, metric: str, balance: str, hard: bool, ties: str, coupling: str,
     costs: bool, slopes: bool, width: bool,
@@ -196,11 +248,29 @@ def attend_backward(
     (with `width`, which needs slopes), slice_logits; what is not wanted is empty.
     """
     heads, slices, tokens = q_points.shape
-    settings = _settings(inv_bandwidth, metric, balance, hard, ties, slopes)
+    short = _is_short(q_points, k_points, metric, hard)
+    settings = _settings(inv_bandwidth, metric, balance, hard, ties, slopes, short)
     queries = _side([q_lengths, q_order, q_points, q_scales])
     keys = _side([k_lengths, k_order, k_points, k_scales])
     pairs = _pairs(coupling, (q_lengths, k_lengths), tokens, k_points.shape[-1], query.dtype)
     plan = queries, keys, pairs
+    if short:
+        made = [torch.zeros_like(x) if costs else x.new_zeros(heads, 0, 0) for x in (query, key)]
+        made += [torch.zeros_like(value)]
+        made += [torch.zeros_like(x) for x in (q_points, k_points)] if slopes else [
+            x.new_zeros(heads, slices, 0) for x in (q_points, k_points)
+        ]  # fmt: skip
+        widths = q_points.new_zeros(2, heads, slices)
+        d_logits = torch.zeros_like(weights)
+        _run_short(
+            short_plan.short_gradient, settings, (q_points, k_points),
+            max(value.shape[-1], query.shape[-1]), short_plan.ALL, *plan, tau, upstream, out,
+            weights, query, key, value, centre, value.new_zeros(heads, value.shape[-1]), *made,
+            *widths, d_logits,
+        )  # fmt: skip
+        wanted = costs, costs, True, slopes, slopes
+        found = [x if want else _nothing(x) for x, want in zip(made, wanted, strict=True)]
+        return *found, widths.sum((0, -1)) if width else _nothing(query), d_logits  # type: ignore[return-value]
     columns = value.shape[-1] + (query.shape[-1] if costs else 0)
     work = _Work(settings, q_points, k_points, 4 * columns)
     sides = tuple(_new_gradient(x, slopes, settings.balanced) for x in (q_points, k_points))
@@ -252,7 +322,7 @@ def _new_gradient(points: Tensor, slopes: bool, balanced: bool) -> gradients.Sid
 
 
 @attend_backward.register_fake
-def _(upstream: Tensor, weights: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _(upstream: Tensor, out: Tensor, weights: Tensor, *args: Any) -> tuple[Tensor, ...]:
     q_points, k_points, (query, key, value, inv_bandwidth) = args[2], args[6], args[8:12]
     costs, slopes, width = args[-3:]
     shapes = _room(
@@ -265,7 +335,7 @@ def _(upstream: Tensor, weights: Tensor, *args: Any) -> tuple[Tensor, ...]:
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, _, _, inv_bandwidth, _, centre = inputs[:8]
     ctx.options = inputs[-OPTIONS:]
-    ctx.save_for_backward(*output[1:], query, key, value, inv_bandwidth, centre)
+    ctx.save_for_backward(*output, query, key, value, inv_bandwidth, centre)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 

@@ -117,6 +117,21 @@ def fill(typingctx, number, lanes):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def pick(typingctx, array, offset, lanes):  # type: ignore[no-untyped-def]
+    """The number at `offset`, which is not negative, in every lane: nothing is looked at beside."""
+    vector = Vector(array.dtype, 8 * lanes.count)
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        index = context.cast(builder, args[1], offset, types.intp)
+        data = context.make_array(array)(context, builder, args[0]).data
+        address = builder.gep(data, [index], source_etype=_number(vector))
+        number = builder.load(address, align=vector.dtype.bitwidth // 8, typ=_number(vector))
+        return _splat(builder, number, vector)
+
+    return vector(array, offset, lanes), generate
+
+
+@intrinsic
 def total(typingctx, value):  # type: ignore[no-untyped-def]
     """The sum of the lanes."""
 
@@ -266,6 +281,7 @@ def _function(compute: Any) -> Any:
 
 exp = _function(_exponential)
 log = _function(_logarithm)
+absolute = _function(lambda builder, vector, x: _math(builder, "fabs", vector, x))
 sin = _function(lambda builder, vector, x: _sine_and_cosine(builder, vector, x)[0])
 cos = _function(lambda builder, vector, x: _sine_and_cosine(builder, vector, x)[1])
 

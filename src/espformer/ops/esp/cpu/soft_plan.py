@@ -59,6 +59,7 @@ class Settings(NamedTuple):
     exponents: np.ndarray  # of the balancing steps
     table: np.ndarray  # of poles
     poles: tuple[int, ...]  # lanes for them; none for the absolute metric, and hard sorts
+    squared: bool  # whether distances are, for kernels that are compiled for both metrics
 
 
 class Plan(NamedTuple):
