@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +44,7 @@ OPTIONS, THREADS = 3.0, 1.7  # other options against absolute rows, at most; two
 # Heads, tokens, width: a layer of MiniLM on tweets and on sentences, ViTs, long sequences.
 SIZES = ((384, 19, 32), (192, 64, 32), (8, 197, 64), (64, 197, 64), (1, 1024, 64), (1, 16_384, 64))
 FEW_SLICES = 8  # as ESP() has
+TEMPERATURES: dict[str, Any] = {"sort_temperature": 0.1, "inverse_temperature": 0.1}
 EXACT = 16_384  # tokens up to which the torch operator in float64 is the oracle
 CHECKED = 8  # heads, the first, whose outputs and gradients are compared with the oracle
 
@@ -56,8 +59,6 @@ class Setting:
     metric: str = "absolute"
     balance: str = "rows"
     seed: int = 0
-    sort_temperature: float = 0.1
-    inverse_temperature: float = 0.1
     heads: int = 1
 
     def inputs(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -72,7 +73,7 @@ class Setting:
         return partial(
             espformer.esp_attention, backend=backend, metric=self.metric, balance=self.balance,
             slices=None if self.slices == self.width else inputs[3],
-            sort_temperature=self.sort_temperature, inverse_temperature=self.inverse_temperature,
+            **TEMPERATURES,
         )  # fmt: skip
 
     def run(self, backend: str, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -87,9 +88,6 @@ class Setting:
     def error(self, got: Sequence[Tensor]) -> float:
         """Of output and gradients of the first heads, against linear time in float64."""
         return largest_error([x[:, :CHECKED] for x in got], exact(self))
-
-    def result(self, backend: str, dtype: torch.dtype) -> list[Tensor]:
-        return self.run(backend, self.inputs(dtype))
 
 
 @cache
@@ -123,9 +121,9 @@ PEERS: dict[str, Attention] = {
     "softmax": functional.softmax_attention,
     "Sinkhorn, 3 steps": partial(functional.sinkhorn_attention, iterations=3),
     "Sinkhorn, 21 steps": partial(functional.sinkhorn_attention, iterations=21),
-    "ESP, soft": functional.esp_attention,
-    "ESP, soft, balanced": partial(functional.esp_attention, balance="both"),
-    "ESP, hard": partial(functional.esp_attention, hard=True),
+    "ESP, soft": partial(functional.esp_attention, **TEMPERATURES),
+    "ESP, soft, balanced": partial(functional.esp_attention, balance="both", **TEMPERATURES),
+    "ESP, hard": partial(functional.esp_attention, hard=True, **TEMPERATURES),
 }
 
 
@@ -156,10 +154,8 @@ def speed(repeats: int) -> list[Row]:
     for metric in METRICS:
         for balance in BALANCES:
             setting = Setting(1024, 16, metric=metric, balance=balance)
-            oracle = setting.result("dense", torch.float64)
-            error = largest_error(setting.result("linear", torch.float32), oracle)
-            del oracle
-            inputs = setting.inputs()
+            inputs, exact = setting.inputs(), setting.inputs(torch.float64)
+            error = largest_error(setting.run("linear", inputs), setting.run("dense", exact))
             runs = [partial(setting.run, backend, inputs) for backend in ("linear", "dense")]
             linear, dense = least_seconds(runs, repeats, time.perf_counter)
             rows.append(
@@ -223,6 +219,14 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def compile_kernels() -> None:
+    """Before any clock runs: kernels are compiled for a metric and a balance, short ones apart."""
+    for metric, balance, tokens in product(METRICS, BALANCES, (16, 128)):
+        setting = Setting(tokens, FEW_SLICES, metric=metric, balance=balance)
+        setting.run("cpu", setting.inputs())
+    forward_backward(PEERS["ESP, hard"], setting.inputs())
+
+
 def kernels(repeats: int) -> list[Row]:
     """The compiled kernels against the operator in torch, on one thread, in the same run."""
     rows = []
@@ -253,11 +257,8 @@ def options(repeats: int) -> list[Row]:
     rows = []
     for heads, tokens, width in SIZES[:3]:
         plain = Setting(tokens, width, width, heads=heads)
-        settings = [
-            replace(plain, metric=metric, balance=balance)
-            for metric in METRICS
-            for balance in BALANCES
-        ]
+        chosen = product(METRICS, BALANCES)
+        settings = [replace(plain, metric=metric, balance=balance) for metric, balance in chosen]
         inputs = plain.inputs()
         with threads(1):
             times = least_seconds([partial(s.run, "cpu", inputs) for s in settings], repeats)
@@ -419,6 +420,7 @@ def main() -> int:
     )
     options = parser.parse_args()
 
+    compile_kernels()
     company = Company()
     parts = options.only or list(PARTS)
     rows = [row for part in parts for row in PARTS[part](options.repeats)]
