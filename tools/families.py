@@ -275,8 +275,8 @@ def page(rows: list[Row]) -> str:
             "",
             "## Not tried",
             "",
-            "The script has no tiny configuration or no inputs for these classes. `convert` applies "
-            "the same rules to",
+            "The script has no tiny configuration or no inputs for these classes. `convert` "
+            "applies the same rules to",
             "them, and `conversion_report` says what it did.",
             "",
             ", ".join(row.name for row in chosen) + ".",
