@@ -342,7 +342,7 @@ def test_the_page_begins_with_all_claims(tmp_path):
         assert claim.says[1:] in line
         assert "](#mnist-impact-of-patch-size) |" in line
     assert f"Of {len(asked)} claims, {len(asked)} held (✓), 0 did not (✗), and" in table
-    assert "lies above the bar" in text
+    assert "lies above the threshold" in text
 
 
 def test_claims_that_the_runs_suggested_are_marked():

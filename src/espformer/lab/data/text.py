@@ -41,7 +41,7 @@ def text_task(
         vocabulary_size: tokens of the vocabulary, special ones among them.
         validation: share of the training texts to hold out, where there is no split "valid".
         seed: of that choice.
-        found: texts of each split as published; all that `splits` has unless told.
+        found: published number of texts per split; by default those in `splits`.
     """
     name = files.source.name
     check_sizes(name, max_length=max_length, vocabulary_size=vocabulary_size)

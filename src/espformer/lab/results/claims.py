@@ -225,9 +225,9 @@ def claims_table(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
     counts = (
         f"Of {count} claims, {outcomes['held']} held (✓), {outcomes['failed']} did not (✗), and "
         f"{outcomes['open']} are not decided (?); {afterwards} were asked after seeing these runs. "
-        "Differences are in points, with 95 % intervals. No p is corrected for the number of "
-        f"claims: if nothing made a difference, {better / 20:.1f} of the {better} that something "
-        "is better would be decided by chance."
+        "Differences are in points, with 95 % intervals. p values are not corrected for the number "
+        f"of claims: if nothing made a difference, {better / 20:.1f} of the {better} claims that "
+        "something is better would be decided by chance."
     )
     head = ["", "experiment", "claim", "verdict", "difference", "p"]
     return ["## Claims", "", *textwrap.wrap(counts, 100), "", *grid([head, *rows])]

@@ -64,13 +64,13 @@ def first_table(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
         return []
     tested = sum(outcomes.values())
     text = (
-        f"The paper claims of its experiments what stands below. Of {tested} claims that were "
-        f"tested here, {outcomes['held']} held (✓), {outcomes['failed']} did not (✗), and "
+        f"These are the paper's claims about its experiments. Of {tested} claims that were tested "
+        f"here, {outcomes['held']} held (✓), {outcomes['failed']} did not (✗), and "
         f"{outcomes['open']} are not decided (?)"
-        + (f"; {waiting} wait for runs" if waiting else "")
-        + ". A gap is the first score minus the other, in points of accuracy or BLEU: the paper's "
-        "is the mean over the settings that were run here, where it prints numbers; ours has its "
-        "95 % interval."
+        + (f"; {waiting} have not been run" if waiting else "")
+        + ". A gap is the first score minus the second, in points of accuracy or BLEU. The paper's "
+        "gap is the mean over the settings that were run here, if the paper prints numbers; ours "
+        "has a 95 % interval."
     )
     head = ["", "experiment", "claim", "paper's gap", "our gap", "verdict"]
     return ["## The paper's claims", "", *textwrap.wrap(text, 100), "", *grid([head, *rows])]

@@ -152,17 +152,17 @@ def _behind(results: list[Result]) -> list[str]:
             cells.append(_range(learnt, ".2g"))
         lines.append(cells)
     note = [
-        "Mean distances of row and column sums from one, and entropy of a row over that of a",
-        "uniform one, on four examples of the last evaluation; matrices with negative entries,",
-        "which differential attention may have, are left out. Examples per second are those of",
-        "training steps alone, of runs that may have shared the machine with others.",
+        "The table shows mean distances of row and column sums from one, and the entropy of a",
+        "row relative to a uniform one, on four examples of the last evaluation. Matrices with",
+        "negative entries, which differential attention may have, are excluded. Examples per",
+        "second count training steps only; runs may have shared the machine with others.",
     ]
     if "slice_weight" in known:
         note += [
-            "The largest weight of a slice is over that of equal weights; by summed distances it",
-            "would be so if costs were neither squared nor divided by the number of tokens. The",
-            "spread is the standard deviation of the numbers that are sorted, t the temperature:",
-            "means over layers and heads, after the last epoch.",
+            "The largest slice weight is relative to equal weights; the next column is what it",
+            "would be if costs were neither squared nor divided by the number of tokens. The",
+            "spread is the standard deviation of the sorted projections, and t the temperature.",
+            "All are means over layers and heads, after the last epoch.",
         ]
     return [*grid(lines), *note, ""]
 
