@@ -67,12 +67,14 @@ def assert_agree(
     output: float,
     gradients: float,
     floor: float = 1e-3,
+    floor_of_temperature: float | None = None,
 ) -> None:
     """Outputs within ``output``; gradients within ``gradients`` times their largest entry.
 
     A gradient that is zero by construction (a sort that is all but hard, one token) has no scale
-    of its own: ``floor`` is the smallest that is used.
+    of its own: ``floor`` is the smallest that is used, unless the temperature has one of its own.
     """
+    floors = {"sort_temperature": floor if floor_of_temperature is None else floor_of_temperature}
     assert actual.keys() == expected.keys()
     for name, number in actual.items():
         reference = expected[name].double()
@@ -80,7 +82,8 @@ def assert_agree(
         if not number.numel():
             continue
         scale = float(reference.abs().max()) if name != "output" else 1.0
-        bound = output if name == "output" else gradients * max(scale, floor)
+        least = floors.get(name, floor)
+        bound = output if name == "output" else gradients * max(scale, least)
         error = float((number.double() - reference).abs().max())
         assert error <= bound, (
             f"{name}: off by {error:.2e}, allowed {bound:.2e} (scale {scale:.2e})"
@@ -122,6 +125,8 @@ def assert_same(
         output=slack * (OUTPUT_TOLERANCE[metric] + rounding),
         gradients=slack * (GRADIENT_TOLERANCE[metric] + rounding),
         floor=floor,
+        # It is a sum of forces times points, over t: what cancels in it is as many times larger.
+        floor_of_temperature=floor / min(1.0, t),
     )
 
 

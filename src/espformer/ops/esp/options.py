@@ -104,83 +104,84 @@ class ESPOptions:
 
     sort_temperature: float | Tensor = _option(
         0.3,
-        "t > 0, how soft the sort is: the width over which numbers mix. A number, or a tensor that "
-        "broadcasts to ``(batch, heads)``, for instance ``(heads,)``; gradients flow to it.",
+        "t > 0, the softness of the sort: the distance over which tokens mix. A float, or a tensor "
+        "that broadcasts to ``(batch, heads)``, such as ``(heads,)``, which then gets a gradient.",
         check=_positive_temperature,
         before=0.1,
     )
     hard: bool = _option(
         False,
-        "sort exactly, without a gradient through the sort: exactly doubly stochastic where N = M "
-        "or with the quantile coupling.",
+        "sort exactly. No gradient flows through the sort. Attention is exactly doubly stochastic "
+        "if N = M, and with the quantile coupling.",
         kernel=True,
         before=False,
     )
     straight_through: bool | float = _option(
         False,
-        "True: the output of the hard operator with the gradient of the soft one. A number in "
-        "[0, 1] is the share of the hard output in a mix. Without effect if `hard`.",
+        "True: the forward pass is hard and the backward pass is that of the soft sort. A float "
+        "in [0, 1] blends soft and hard outputs in that proportion. No effect if `hard`.",
         check=_share,
         before=0.0,
     )
     ties: str = _option(
         "stable",
-        'for hard sorting, ``"stable"`` (earlier tokens first) or ``"average"``, the lifted plan, '
-        "which shares mass equally among tied tokens.",
+        'how a hard sort treats ties: ``"stable"`` puts earlier tokens first; ``"average"`` splits '
+        "mass equally among tied tokens (the lifted plan).",
         choices=TIES,
         kernel=True,
         before="stable",
     )
     temperature_unit: str = _option(
         "spread",
-        '``"spread"``: t is a share of the standard deviation of the numbers that are sorted, on '
-        "each slice, of queries and of keys apart, over the tokens that take part; scaling queries "
-        'or keys then changes nothing. ``"absolute"``: t is a distance, as in the paper.',
+        '``"spread"``: t is in units of the standard deviation of the projections, computed per '
+        "slice over unmasked tokens, separately for queries and keys; scaling queries or keys then "
+        'has no effect. ``"absolute"``: t is a distance, as in the paper.',
         choices=UNITS,
         kernel=True,
         before="absolute",
     )
     inverse_temperature: float = _option(
         0.0,
-        "τ ≥ 0, how much cheap slices are preferred; 0 is the plain mean.",
+        "τ ≥ 0, how strongly slices of low transport cost are preferred; 0 is the plain mean.",
         check=_in_range,
         kernel=True,
     )
     metric: str = _option(
         "absolute",
-        '``"absolute"``, ``dist = |x - y|`` (exact in linear time), or ``"squared"``, as in the '
-        "paper: a sum of a few exponentials, within 2e-7 in float32 and 3e-11 in float64 of every "
-        "pair's kernel. For a token far from nearly all others these errors add up, to attention "
-        "that is slightly negative: 3e-8 N in all at most, in float32. The kernels for 16-bit "
-        "inputs have fewer exponentials: 1.5e-5, and 2.1e-6 N in all.",
+        '``"absolute"``: ``dist = |x - y|``, exact in linear time. ``"squared"``, as in the paper: '
+        "the Gaussian is approximated by a sum of a few exponentials, to 2e-7 in float32 and 3e-11 "
+        "in float64 per pair. For a token far from nearly all others these errors add up to at "
+        "most 3e-8 N in float32, and its attention can be slightly negative. Kernels for 16-bit "
+        "inputs use fewer exponentials: 1.5e-5 per pair, at most 2.1e-6 N in total.",
         choices=METRICS,
         kernel=True,
     )
     balance: str = _option(
         "rows",
-        '``"rows"``, the paper: soft attention is only roughly doubly stochastic. ``"both"``: each '
-        "soft sort is scaled to be doubly stochastic, and so is the attention, at every "
-        "temperature: sums are off by about 1e-6, at worst by 1e-4 (up to 65,536 tokens).",
+        '``"rows"``, as in the paper: soft attention is only approximately doubly stochastic. '
+        '``"both"``: each soft sort is scaled to be doubly stochastic, and so is the attention, at '
+        "every temperature. Row and column sums are off by about 1e-6, at worst 1e-4 (up to 65,536 "
+        "tokens).",
         choices=BALANCES,
         kernel=True,
     )
     coupling: str = _option(
         "quantile",
-        'for N ≠ M, ``"quantile"`` (exact marginals), ``"interpolate"`` or ``"identity"`` (the '
-        "paper's).",
+        'how sorted queries and keys are matched if N ≠ M: ``"quantile"`` (exact marginals), '
+        '``"interpolate"``, or ``"identity"`` (the paper\'s).',
         choices=COUPLINGS,
         kernel=True,
     )
     scale: float | None = _option(
         None,
-        "multiplies queries and keys; ``m ** -0.5`` unless given.",
+        "factor for queries and keys; by default ``m ** -0.5`` for heads of width m.",
         check=_finite_scale,
         kernel=True,
     )
     slice_dropout: float = _option(
         0.0,
-        "the probability to leave out a slice; the weights of the others are renormalised and at "
-        "least one stays.",
+        "probability of dropping a slice. The weights of the remaining slices are renormalised; at "
+        "least one slice is kept.",
         check=_probability,
     )
 
