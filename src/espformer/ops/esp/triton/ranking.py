@@ -100,10 +100,9 @@ def point_grad_kernel(
     length = N
     if lengths_ptr is not None:
         length = tl.load(lengths_ptr + pair // L)
-    centre, slope, spread = 0.0, 0.0, 1.0
+    middle, mean, slope, spread = 0.0, 0.0, 0.0, 1.0
     if spread_ptr is not None:
         middle, mean, variance = mean_and_variance(points_ptr, length, 1.0, N, BLOCK)
-        centre = middle + mean
         products = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, length, BLOCK):
             n = start + tl.arange(0, BLOCK)
@@ -117,7 +116,8 @@ def point_grad_kernel(
         g = tl.load(upstream_ptr + n, mask=n < length, other=0.0)
         if spread_ptr is not None:
             y = tl.load(points_ptr + n, mask=n < length, other=0.0)
-            g = tl.where(n < length, g - slope * (y - centre), 0.0) / spread
+            # Not y less the centre: far from zero that would be rounded, for all ranks alike.
+            g = tl.where(n < length, g - slope * ((y - middle) - mean), 0.0) / spread
         token = tl.load(order_ptr + pair * N + n, mask=n < N, other=0)
         if TOKENS_FIRST:
             to = dp_ptr + (pair // L * N + token) * L + pair % L
