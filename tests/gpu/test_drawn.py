@@ -29,6 +29,7 @@ SEED = int(os.environ.get("ESPFORMER_DRAWN_SEED", "0"))
 SECONDS = float(os.environ.get("ESPFORMER_DRAWN_SECONDS", "0"))
 ONLY = os.environ.get("ESPFORMER_DRAWN_ONLY")
 
+MOST_TIED = 16  # tokens whose points float32 may make equal to others'
 MOST_TOKENS, WIDTHS = 3000, range(8, 257, 8)
 FAMILY = 8
 # Elements of (heads, slices, N, M): what the dense oracle makes; and of (heads, slices, N, width),
@@ -80,13 +81,22 @@ class Drawn:
             bound += (4e-6 if halves else 6e-8) * max(self.queries, self.keys)
         if self.slices is not None and not halves:
             bound = max(bound, 3e-3)  # projections that tie in float32 only have no slope
-        if name in ("query", "key", "slices") and not halves:
-            # Two such points that stand far out hold on to each other alone: one pair of 736 tokens
-            # beyond two spreads, made equal, moves the gradient in float64 by 3e-4 to 7e-3.
-            bound = max(bound, 2e-3 if self.slices is None else 1e-2)
+        if name == "slices" and not halves:
+            bound = max(bound, 1e-2)  # a pair of tied projections far out, see `tolerance_of_ties`
         if name in ("slices", "slice_logits"):
             bound *= 3
         return 20 * bound if name == "sort_temperature" else bound  # forces of both signs add up
+
+    def tolerance_of_ties(self, name: str) -> float:
+        """The same with all tokens; without the worst few, gradients must be within `tolerance`.
+
+        Two points that are equal in float32 only and stand far out hold on to each other alone:
+        one pair of 736 tokens beyond two spreads, made equal, moves the gradient of the queries in
+        float64 by 3e-4 to 7e-3.
+        """
+        if name not in ("query", "key") or self.dtype != torch.float32:
+            return self.tolerance(name)
+        return max(self.tolerance(name), 2e-3 if self.slices is None else 1e-2)
 
 
 def draw(number: int) -> Drawn:
@@ -212,10 +222,18 @@ def wrong_parts(drawn: Drawn) -> list[str]:
         products = float((upstream.double() * expected["out"]).norm())
         least["slice_logits"] = products / expected["slice_logits"].shape[-1] ** 0.5
     for name, reference in expected.items():
-        error = float((found[name].double() - reference).norm())
-        share = error / max(float(reference.norm()), least[name])
-        if not share <= drawn.tolerance(name):
-            wrong.append(f"{name} is off by {share:.1e}, {drawn.tolerance(name):.1e} allowed")
+        size = max(float(reference.norm()), least[name])
+        difference = (found[name].double() - reference) / size
+        checks = [(name, difference, drawn.tolerance_of_ties(name))]
+        if name in ("query", "key"):
+            rows = difference.norm(dim=-1).flatten().sort().values
+            most = max(0, min(MOST_TIED, len(rows) - 1))
+            checks.append(
+                (f"{name} but for {most} tokens", rows[: -most or None], drawn.tolerance(name))
+            )
+        for what, off, allowed in checks:
+            if not float(off.norm()) <= allowed:
+                wrong.append(f"{what} is off by {float(off.norm()):.1e}, {allowed:.1e} allowed")
     return wrong
 
 
