@@ -102,6 +102,15 @@ def _run_short(
     run(kernel, shares(heads, 1, slices * heads * tokens**3), arguments)
 
 
+def _zeros(like: Tensor, *shape: int) -> Tensor:
+    """Zeros of a dtype, of the shape of `like` unless another is given.
+
+    Memory that is zero when it comes: torch would fill it with all its threads, which then keep
+    spinning on the cores that ours are about to use.
+    """
+    return torch.from_numpy(np.zeros(shape or tuple(like.shape), _array(like).dtype))
+
+
 class _Work:
     """One call, in shares: kernels run with the plans of a share, and room to work in."""
 
@@ -141,7 +150,7 @@ class _Work:
 
     def zeros(self, like: Tensor, wanted: bool = True) -> Tensor:
         """Room for the partial sums of as many shares as there are of a head."""
-        return like.new_zeros(self.parts, *(like.shape if wanted else (len(like), 0, 0)))
+        return _zeros(like, self.parts, *(like.shape if wanted else (len(like), 0, 0)))
 
 
 def _pairs(
@@ -175,7 +184,7 @@ def attend(
     settings = _settings(inv_bandwidth, metric, balance, hard, ties, short=short)
     q_parts, k_parts = _new_side(query_points), _new_side(key_points)
     queries, keys = _side(q_parts), _side(k_parts)
-    origin = value.new_zeros(heads, value.shape[-1])
+    origin = _zeros(value, heads, value.shape[-1])
     if short:
         for parts, mask in ((q_parts, query_mask), (k_parts, key_mask)):
             lengths = parts[2].shape[-1] if mask is None else mask.sum(-1)
@@ -183,7 +192,7 @@ def attend(
         lengths_of_both = q_parts[0], k_parts[0]
         pairs = _pairs(coupling, lengths_of_both, tokens, key_points.shape[-1], query.dtype)
         weights = query.new_empty(heads, slices)
-        out = value.new_zeros(heads, tokens, value.shape[-1])
+        out = _zeros(value, heads, tokens, value.shape[-1])
         logits = query.new_empty(heads, 0) if slice_logits is None else slice_logits
         _run_short(
             short_plan.attend_short, settings, (query_points, key_points),
@@ -198,7 +207,7 @@ def attend(
     work.run(soft_plan.sort_side, key_points, _mask(key_mask, heads), keys)
     pairs = _pairs(coupling, (q_parts[0], k_parts[0]), tokens, key_points.shape[-1], query.dtype)
     plan = queries, keys, pairs
-    costs = query.new_zeros(heads, slices)
+    costs = _zeros(query, heads, slices)
     if tau:
         work.run(soft_plan.slice_costs, *plan, query, key, centre, costs, width=query.shape[-1])
     logits = -tau * costs
@@ -255,17 +264,17 @@ def attend_backward(
     pairs = _pairs(coupling, (q_lengths, k_lengths), tokens, k_points.shape[-1], query.dtype)
     plan = queries, keys, pairs
     if short:
-        made = [torch.zeros_like(x) if costs else x.new_zeros(heads, 0, 0) for x in (query, key)]
-        made += [torch.zeros_like(value)]
-        made += [torch.zeros_like(x) for x in (q_points, k_points)] if slopes else [
-            x.new_zeros(heads, slices, 0) for x in (q_points, k_points)
+        made = [_zeros(x) if costs else _zeros(x, heads, 0, 0) for x in (query, key)]
+        made += [_zeros(value)]
+        made += [_zeros(x) for x in (q_points, k_points)] if slopes else [
+            _zeros(x, heads, slices, 0) for x in (q_points, k_points)
         ]  # fmt: skip
-        widths = q_points.new_zeros(2, heads, slices)
-        d_logits = torch.zeros_like(weights)
+        widths = _zeros(q_points, 2, heads, slices)
+        d_logits = _zeros(weights)
         _run_short(
             short_plan.short_gradient, settings, (q_points, k_points),
             max(value.shape[-1], query.shape[-1]), short_plan.ALL, *plan, tau, upstream, out,
-            weights, query, key, value, centre, value.new_zeros(heads, value.shape[-1]), *made,
+            weights, query, key, value, centre, _zeros(value, heads, value.shape[-1]), *made,
             *widths, d_logits,
         )  # fmt: skip
         wanted = costs, costs, True, slopes, slopes
@@ -274,24 +283,22 @@ def attend_backward(
     columns = value.shape[-1] + (query.shape[-1] if costs else 0)
     work = _Work(settings, q_points, k_points, 4 * columns)
     sides = tuple(_new_gradient(x, slopes, settings.balanced) for x in (q_points, k_points))
-    d_value, forms = work.zeros(value), torch.zeros_like(weights)
-    origin = value.new_zeros(heads, value.shape[-1])
+    d_value, forms = work.zeros(value), _zeros(weights)
+    origin = _zeros(value, heads, value.shape[-1])
     work.run(
         gradients.plans_gradient, *plan, upstream, value, origin, weights, *sides, forms,
         sums=(work.zeros(value, wanted=False), d_value), width=value.shape[-1],
     )  # fmt: skip
     d_query, d_key = (work.zeros(x, wanted=costs) for x in (query, key))
     d_logits = weights * (forms - (weights * forms).sum(-1, keepdim=True))
-    d_costs = -tau * d_logits if costs else weights.new_zeros(heads, 0)
+    d_costs = -tau * d_logits if costs else _zeros(weights, heads, 0)
     if costs:
         share = -2 * d_costs / q_lengths.clamp(min=1).unsqueeze(-1)
         work.run(
             gradients.plans_gradient, *plan, query, key, centre, share, *sides,
-            torch.zeros_like(forms), sums=(d_query, d_key), width=query.shape[-1],
+            _zeros(forms), sums=(d_query, d_key), width=query.shape[-1],
         )  # fmt: skip
-    d_points = [
-        torch.zeros_like(x) if slopes else x.new_zeros(heads, 0, 0) for x in (q_points, k_points)
-    ]
+    d_points = [_zeros(x) if slopes else _zeros(x, heads, 0, 0) for x in (q_points, k_points)]
     if costs or slopes:
         work.run(
             gradients.finish_gradient, *plan, query, key, centre, d_costs, *sides, *d_points,
@@ -314,10 +321,10 @@ def _new_gradient(points: Tensor, slopes: bool, balanced: bool) -> gradients.Sid
     heads, slices, tokens = points.shape
     many = tokens if slopes else 0
     return gradients.SideGradient(
-        _array(points.new_zeros(heads, slices, many)),
-        _array(points.new_zeros(heads, slices, many)),
-        _array(points.new_zeros(heads, slices if slopes and balanced else 0, many)),
-        _array(points.new_zeros(heads, slices)),
+        _array(_zeros(points, heads, slices, many)),
+        _array(_zeros(points, heads, slices, many)),
+        _array(_zeros(points, heads, slices if slopes and balanced else 0, many)),
+        _array(_zeros(points, heads, slices)),
     )
 
 
