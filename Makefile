@@ -46,7 +46,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@for metric in absolute squared; do ( \
 		$(KERNELS) --metric $$metric --width 16 && \
 		$(KERNELS) --metric $$metric --balance rows both --width 8 && \
-		$(KERNELS) --metric $$metric --balance rows both --width 8 --dtype float64 ) & done; wait
+		$(KERNELS) --metric $$metric --balance rows both --width 8 --dtype float64 ) & \
+		started="$$started $$!"; done; for job in $$started; do wait $$job || exit 1; done
 	@touch $@
 
 $(SLOW_STAMP): $(STAMP)
