@@ -27,6 +27,7 @@ OTHERS = {
     "sort_temperature": 0.4,
     "temperature_unit": "absolute",
     "inverse_temperature": 2.0,
+    "cost_exponent": 1.0,
     "metric": "squared",
     "balance": "both",
     "hard": True,

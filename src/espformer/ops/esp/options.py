@@ -22,6 +22,7 @@ UNITS = ("spread", "absolute")
 TIES = ("stable", "average")
 COUPLINGS = ("quantile", "interpolate", "identity")
 MOST_INVERSE_TEMPERATURE = 1e30  # times a cost, still a number in float32
+MOST_COST_EXPONENT = 4.0
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -40,6 +41,12 @@ def _in_range(tau: float) -> str | None:
         f"must be in [0, {MOST_INVERSE_TEMPERATURE:g}], got {tau} (0 weighs all slices alike, 1e6 "
         "takes the cheapest)"
     )
+
+
+def _exponent(p: float) -> str | None:
+    if 0 < p <= MOST_COST_EXPONENT:
+        return None
+    return f"must be in (0, {MOST_COST_EXPONENT:g}], got {p} (2 is the mean squared distance)"
 
 
 def _share(share: bool | float) -> str | None:
@@ -88,6 +95,7 @@ class Options(TypedDict, total=False):
     sort_temperature: float | Tensor
     temperature_unit: str
     inverse_temperature: float
+    cost_exponent: float
     metric: str
     balance: str
     hard: bool
@@ -144,6 +152,14 @@ class ESPOptions:
         0.0,
         "τ ≥ 0, how strongly slices of low transport cost are preferred; 0 is the plain mean.",
         check=_in_range,
+        kernel=True,
+    )
+    cost_exponent: float = _option(
+        2.0,
+        "p of the transport cost of a slice, ``D = (mean squared distance) ** (p / 2)``, that τ "
+        "weighs: 2 as in the paper, 1 for a root mean square, which does not grow faster than the "
+        "distances.",
+        check=_exponent,
         kernel=True,
     )
     metric: str = _option(

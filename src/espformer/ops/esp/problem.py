@@ -127,8 +127,17 @@ class Problem:
         return mean.nan_to_num()
 
     def slice_weights(self, costs: Tensor | None) -> Tensor | None:
-        """``σ = softmax(b - τ D)`` over the slices that dropout kept; None for the plain mean."""
-        logits = None if costs is None else -self.options.inverse_temperature * costs
+        """``σ = softmax(b - τ D)`` over the slices that dropout kept; None for the plain mean.
+
+        Args:
+            costs: mean squared distances, (batch, L), of which D is a power.
+        """
+        logits = None
+        if costs is not None:
+            power = self.options.cost_exponent / 2
+            if power != 1:  # has no slope at zero, where that of a root is infinite
+                costs = costs.clamp(min=torch.finfo(costs.dtype).tiny ** 0.5) ** power
+            logits = -self.options.inverse_temperature * costs
         if self.slice_logits is not None:
             logits = self.slice_logits if logits is None else logits + self.slice_logits
         if self.keep is not None:
