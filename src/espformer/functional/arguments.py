@@ -1,4 +1,4 @@
-"""Checks of what a caller passes: every error says what was wrong, what is expected, what to do."""
+"""Checks of arguments. Every error says what was wrong, what was expected and what to do."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_problem(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> tuple[Problem, torch.Size]:
-    """The checked problem, and the leading shape."""
+    """The arguments as a checked :class:`Problem`, and the leading dimensions of the call."""
     chosen = check_options(name, options)
     lead = _check_tokens(name, query, key, value)
     key_mask = _padding_only(name, attn_mask, is_causal, key, key_mask)
@@ -64,7 +64,7 @@ def make_problem(
 
 
 def check_options(name: str, options: Options) -> ESPOptions:
-    """The options that were chosen, for the function or class of that name; refuses wrong ones."""
+    """The options of a call, checked; `name` is the called function, for error messages."""
     unknown = [option for option in options if option not in OPTIONS]
     if unknown:
         near = difflib.get_close_matches(unknown[0], OPTIONS, n=1)
@@ -76,7 +76,7 @@ def check_options(name: str, options: Options) -> ESPOptions:
 
 
 def flat(x: Tensor, lead: torch.Size) -> Tensor:
-    """Tokens with all leading dimensions as one: (batch, tokens, width)."""
+    """Tokens with all leading dimensions flattened: (batch, tokens, width)."""
     if x.shape[:-2] != lead:
         x = x.expand(*lead, *x.shape[-2:])
     return x.reshape(-1, *x.shape[-2:])
@@ -134,10 +134,10 @@ def flat_temperature(
     name: str, argument: str, t: float | Tensor, device: torch.device, dtype: torch.dtype,
     lead: torch.Size, advice: str,
 ) -> float | Tensor:  # fmt: skip
-    """A number as it is; a tensor with all leading dimensions as one, (batch,)."""
+    """The temperature: a number unchanged, a tensor flattened to (batch,)."""
     if not isinstance(t, Tensor):
         return float(t)
-    # On a GPU the values are not looked at: that would wait for the device.
+    # Values on a GPU are not checked: reading them would synchronise the device.
     looked_at = t.device.type == "cpu" and not (torch.compiler.is_compiling() or is_transformed())
     if looked_at and not bool((t > 0).all()):
         raise ValueError(
@@ -223,7 +223,7 @@ def one_of(name: str, argument: str, got: str, allowed: tuple[str, ...]) -> None
 
 
 def runs_kernels(name: str, *tokens: Tensor) -> None:
-    """Refuses tensors that Triton cannot compute with here."""
+    """Raises if the Triton kernels cannot run on these tensors."""
     device, interpreted = tokens[0].device, os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not interpreted:
         raise ValueError(
@@ -238,7 +238,7 @@ def runs_kernels(name: str, *tokens: Tensor) -> None:
 
 
 def under_transforms(name: str, backend: str, able: str) -> bool:
-    """Whether ``torch.func`` transforms this call; refuses a backend that is not `able` to be."""
+    """Whether ``torch.func`` transforms this call; then raises for backends other than `able`."""
     if not is_transformed():
         return False
     if backend not in ("auto", able):

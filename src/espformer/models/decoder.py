@@ -213,7 +213,7 @@ class DecoderBlock(nn.Module):
 def _refuse_looking_ahead(attention: Attention, argument: str) -> None:
     """Raise if a later position changes what the attention gives to an earlier one."""
     mechanism, heads, width = attention.mechanism, attention.heads, attention.head_dim
-    # Fixed numbers, so that building a model draws none.
+    # Fixed numbers: building a model must not change the random number generator.
     probe = torch.arange(3.0 * heads * 5 * width).mul(1.7).sin().view(3, 1, heads, 5, width)
     if probe.is_meta:
         return

@@ -127,7 +127,7 @@ class Differential(Mechanism):
         # (batch, pairs, tokens, 2 · width): the two values of a pair side by side, for both groups.
         value = torch.cat(_pairs(value), dim=-1).repeat_interleave(2, dim=-3)
         groups = self.base(query, key, value, query_mask=query_mask, key_mask=key_mask)
-        # Under autocast the difference of two similar outputs would lose most of its 8 bits.
+        # In 16 bits the difference of two similar outputs would lose most of its precision.
         groups = groups.to(self.norm.weight.dtype)
         weight = self.difference_weight().to(groups.dtype)
         first, second = _pairs(groups)

@@ -17,7 +17,7 @@ from espformer.ops.esp.problem import Problem
 class SlicedPlan(NamedTuple):
     """A matching for every slice, and its cost."""
 
-    matches: Tensor  # (..., L, N): x[i] meets y[matches[l, i]]
+    matches: Tensor  # (..., L, N): x[i] is matched with y[matches[l, i]]
     cost: Tensor  # (..., L): the mean of ‖x[i] - y[matches[l, i]]‖²
 
     def cheapest(self) -> Tensor:
