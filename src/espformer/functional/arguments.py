@@ -87,8 +87,8 @@ def _check_tokens(name: str, query: Tensor, key: Tensor, value: Tensor | None) -
     for label, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(
-                f"{name}: {label} must be a torch.Tensor, got {type(x).__name__}; "
-                "torch.as_tensor makes one"
+                f"{name}: {label} must be a torch.Tensor, got {type(x).__name__}; convert it with "
+                "torch.as_tensor"
             )
         if x.dim() < 2:
             raise ValueError(
@@ -100,11 +100,11 @@ def _check_tokens(name: str, query: Tensor, key: Tensor, value: Tensor | None) -
         if 0 in x.shape[-2:]:
             raise ValueError(
                 f"{name}: {label} of shape {tuple(x.shape)} has no tokens or no width; at "
-                "least one token is needed (mask out a sequence of a batch that is empty)"
+                "least one token is needed (for an empty sequence of a batch, mask its tokens)"
             )
         if x.device != query.device:
             raise ValueError(
-                f"{name}: query is on {query.device} but {label} on {x.device}; move them together"
+                f"{name}: query is on {query.device} but {label} on {x.device}; use one device"
             )
         if x.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
             raise ValueError(
@@ -117,7 +117,7 @@ def _check_tokens(name: str, query: Tensor, key: Tensor, value: Tensor | None) -
         )
     if value is not None and value.shape[-2] != key.shape[-2]:
         raise ValueError(
-            f"{name}: key and value must have as many tokens, got key {tuple(key.shape)} and "
+            f"{name}: key and value must have equally many tokens, got key {tuple(key.shape)} and "
             f"value {tuple(value.shape)}"
         )
     lead = query.shape[:-2]
@@ -203,7 +203,7 @@ def _padding_only(
         "models keep softmax attention (espformer.nn.Softmax)"
     )
     if is_causal:
-        raise ValueError(f"{name}: causal attention does not exist here: {reason}")
+        raise ValueError(f"{name}: causal attention is not possible: {reason}")
     if attn_mask is None:
         return key_mask
     padding = (*key.shape[:-3], 1, 1, key.shape[-2])
@@ -211,7 +211,7 @@ def _padding_only(
         raise ValueError(
             f"{name}: attn_mask can only say which keys are padding: boolean, of shape {padding}, "
             f"without key_mask; got {attn_mask.dtype} {tuple(attn_mask.shape)}. Better pass "
-            f"key_mask (batch, tokens). Pairwise and causal masks do not exist here: {reason}"
+            f"key_mask (batch, tokens). Pairwise and causal masks are not possible: {reason}"
         )
     return attn_mask[..., 0, 0, :]
 
@@ -228,7 +228,7 @@ def runs_kernels(name: str, *tokens: Tensor) -> None:
     if device.type != "cuda" and not interpreted:
         raise ValueError(
             f'{name}: backend="triton" needs CUDA tensors, got tensors on {device}; '
-            'backend="auto" picks what fits the device'
+            'backend="auto" selects one for the device'
         )
     if interpreted and any(x.dtype == torch.bfloat16 for x in tokens):
         raise ValueError(
@@ -244,6 +244,6 @@ def under_transforms(name: str, backend: str, able: str) -> bool:
     if backend not in ("auto", able):
         raise ValueError(
             f'{name}: torch.func cannot transform backend="{backend}", whose gradient is '
-            f'hand-written; pass backend="{able}", or "auto", which picks it there'
+            f'hand-written; pass backend="{able}", or "auto", which selects it'
         )
     return True

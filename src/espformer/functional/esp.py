@@ -252,7 +252,7 @@ def _cpu_kernels(name: str, device: str) -> ModuleType:
     if device != "cpu":
         raise ValueError(
             f'{name}: backend="cpu" needs tensors on a CPU, got tensors on {device}; '
-            'backend="auto" picks what fits the device'
+            'backend="auto" selects one for the device'
         )
     try:
         from espformer.ops.esp import cpu

@@ -78,13 +78,13 @@ class Differential(Mechanism):
     def build(self, heads: int, head_dim: int, value_dim: int, depth: int) -> None:
         if heads > 1 and heads % 2:
             raise ValueError(
-                f"Differential: heads work in pairs, got {heads} of them (take an even number; "
-                "with a single head its channels are halved instead)"
+                f"Differential: the number of heads must be even, or one, got {heads} (two heads "
+                "form a pair; a single head is split in two)"
             )
         if heads == 1 and (head_dim % 2 or value_dim % 2):
             raise ValueError(
-                f"Differential: a single head is halved, so its widths must be even, got "
-                f"{head_dim} and values of {value_dim}"
+                f"Differential: a single head is split in two, so its widths must be even, got "
+                f"{head_dim} and {value_dim} for values"
             )
         if self.lambda_schedule == "depth":
             self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)

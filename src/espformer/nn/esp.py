@@ -104,9 +104,9 @@ class ESP(Mechanism):
                 self.slicer = AxisSlicer()
         elif slices is not None:
             raise ValueError(
-                f"ESP: slices={slices} counts the directions that ESP makes itself, for "
-                'slicer="auto", "axis", "frozen" or "learnable"; a slicer that is given has its '
-                "own number"
+                f"ESP: slices={slices} is only for slicers that ESP creates itself ("
+                'slicer="auto", "axis", "frozen" or "learnable"); a slicer object has its own '
+                "number of slices"
             )
         self.register_parameter("log_sort_temperature", None)
         self.register_parameter("slice_logits", None)

@@ -133,8 +133,8 @@ class Mechanism(nn.Module):
         name = type(self).__name__
         if self.heads is None:
             raise RuntimeError(
-                f"{name}: this one has parameters whose sizes are not known yet; give it to "
-                "espformer.nn.Attention, or call .bind(heads, head_dim) and use what it returns"
+                f"{name}: it has parameters whose sizes are not known yet; pass it to "
+                "espformer.nn.Attention, or call .bind(heads, head_dim) and use the result"
             )
         if query.dim() < 3:
             raise ValueError(

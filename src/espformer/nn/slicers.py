@@ -56,8 +56,8 @@ class AxisSlicer(Slicer):
         if slices is not None and slices != head_dim:
             if head_dim is None or not 1 <= slices <= head_dim:
                 raise ValueError(
-                    f"AxisSlicer: a head of width {head_dim} has as many axes, got slices={slices} "
-                    '(for more directions than that take "frozen" or "learnable")'
+                    f"AxisSlicer: a head of width {head_dim} has {head_dim} axes, got "
+                    f'slices={slices} (for more directions use "frozen" or "learnable")'
                 )
             first = torch.eye(head_dim)[:slices]
         self.register_buffer("directions", first, persistent=False)

@@ -141,7 +141,7 @@ def _broadcast(name: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         if not isinstance(tensor, Tensor):
             raise TypeError(
                 f"{name}: the {label} argument must be a torch.Tensor, got "
-                f"{type(tensor).__name__}; torch.as_tensor makes one"
+                f"{type(tensor).__name__}; convert it with torch.as_tensor"
             )
     try:
         x, y = torch.broadcast_tensors(x, y)

@@ -248,7 +248,8 @@ def _check_numbers(name: str, x: Tensor, dim: int) -> int:
     """The dimension to sort along, counted from the front."""
     if not isinstance(x, Tensor):
         raise TypeError(
-            f"{name}: x must be a torch.Tensor, got {type(x).__name__}; torch.as_tensor makes one"
+            f"{name}: x must be a torch.Tensor, got {type(x).__name__}; convert it with "
+            "torch.as_tensor"
         )
     if not x.is_floating_point():
         raise ValueError(
@@ -264,7 +265,7 @@ def _check_numbers(name: str, x: Tensor, dim: int) -> int:
     if x.shape[dim] == 0:
         raise ValueError(
             f"{name}: x of shape {tuple(x.shape)} has no numbers along dim {dim}; at least one is "
-            "needed (mask out the numbers of a row that is empty)"
+            "needed (for an empty row, mask its numbers)"
         )
     return dim % x.dim()
 
@@ -278,9 +279,7 @@ def _check_mask(name: str, x: Tensor, mask: Tensor | None) -> Tensor | None:
             "and 1 pass mask.bool()"
         )
     if mask.device != x.device:
-        raise ValueError(
-            f"{name}: mask is on {mask.device} but x on {x.device}; move them together"
-        )
+        raise ValueError(f"{name}: mask is on {mask.device} but x on {x.device}; use one device")
     try:
         return mask.expand(x.shape)
     except RuntimeError:

@@ -115,8 +115,8 @@ def sliced_plan(
     name = "sliced_plan"
     if x.shape[-2:] != y.shape[-2:]:
         raise ValueError(
-            f"{name}: x and y must have as many points of the same width, got {tuple(x.shape)} and "
-            f"{tuple(y.shape)}; a plan that is no permutation is espformer.esp_plan's"
+            f"{name}: x and y must have equally many points of the same width, got "
+            f"{tuple(x.shape)} and {tuple(y.shape)}; for other plans use espformer.esp_plan"
         )
     problem, lead = _problem(name, x, y, slices, mask, mask)
     q, k = (side.detach() for side in problem.projections())
