@@ -5,7 +5,7 @@ The rest of the library accepts any mechanism. Users create it without sizes,
 ``ESP(sort_temperature=0.3)``. A layer calls :meth:`Mechanism.bind` with its sizes, which returns a
 copy with parameters, so one object can be passed to many layers, which share nothing.
 
-Parameters that each mechanism adds to a layer with H heads of width D (L slices, D by default):
+Parameters that each mechanism adds to a layer with H heads of width D and L slices:
 
 ===================================== =====================================================
 mechanism                             parameters
