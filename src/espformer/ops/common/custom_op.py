@@ -1,4 +1,4 @@
-"""Operators that are registered with torch, and cost a plain call where nobody looks."""
+"""Custom operators of torch that eager code calls directly, without the dispatcher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _launchable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a function contiguous tensors, on the GPU that kernels are launched on."""
+    """Makes tensor arguments contiguous and their GPU the current one, for kernel launches."""
 
     @functools.wraps(function)
     def launch(*args: Any) -> Any:
@@ -31,10 +31,10 @@ def _launchable(function: Callable[..., Any]) -> Callable[..., Any]:
 class Operator:
     """A torch custom operator that eager code calls without the dispatcher.
 
-    Compilers, exporters, fake and wrapped tensors meet ``torch.ops.espformer.<name>``, with its
-    fake and autograd rules. Ordinary tensors go straight to the function, through an autograd
-    function if a gradient is wanted: an attention call makes half a dozen operators, and the
-    dispatcher's way through Python would take longer than the kernels of a small problem.
+    Compilers, exporters, fake tensors and tensor subclasses call ``torch.ops.espformer.<name>``,
+    with its fake and autograd rules. Plain tensors go directly to the function, or to an autograd
+    function if a gradient is needed. An attention call consists of about six operators, and for
+    small problems the dispatcher would take longer in Python than the kernels take on the GPU.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], schema: str | None) -> None:
@@ -56,7 +56,7 @@ class Operator:
     ) -> None:
         self.custom.register_autograd(backward, setup_context=setup_context)
 
-        # Not with a setup_context of its own: torch would look up the signature at every call.
+        # Not as a separate setup_context: torch would then inspect the signature at every call.
         def forward(ctx: Any, *args: Any) -> Any:
             output = self.function(*args)
             setup_context(ctx, args, output)
@@ -70,7 +70,7 @@ class Operator:
         if torch.compiler.is_compiling() or any(type(x) not in PLAIN for x in tensors):
             return self.custom(*args)
         wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        if forward_ad._current_level >= 0:  # which autograd functions refuse, in torch's words
+        if forward_ad._current_level >= 0:  # let the autograd function raise torch's own error
             wanted = wanted or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
         if wanted and self.with_gradient is not None:
             return self.with_gradient.apply(*args)
@@ -80,6 +80,6 @@ class Operator:
 def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Operator]:
     """Decorates a function of tensors, numbers and strings as ``espformer::<name>``.
 
-    Its schema is that of its signature, unless one is given: for functions with ``*args``.
+    The schema is inferred from the signature; functions with ``*args`` must pass one.
     """
     return lambda function: Operator(f"espformer::{name}", function, schema)
