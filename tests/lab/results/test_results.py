@@ -379,6 +379,8 @@ def test_claims_that_the_runs_suggested_are_marked():
 
 def test_every_claim_is_about_rows_of_its_recipe():
     for name, claims in CLAIMS.items():
+        if name.startswith("finetune-"):  # whose rows are named on the command line
+            continue
         recipe = load_recipe(name)
         for claim in claims:
             for label, score in (claim.row, claim.other):
