@@ -18,11 +18,11 @@ def _launchable(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def launch(*args: Any) -> Any:
-        args = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)
-        device = next(x.device for x in args if isinstance(x, Tensor))
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
+        args = tuple([x.contiguous() if isinstance(x, Tensor) else x for x in args])
+        index = next(x for x in args if isinstance(x, Tensor)).get_device()  # -1 is a CPU
+        if index < 0 or index == torch.cuda.current_device():
             return function(*args)
-        with torch.cuda.device(device):
+        with torch.cuda.device(index):
             return function(*args)
 
     return launch
@@ -66,15 +66,21 @@ class Operator:
         self.with_gradient = type(self.name, (torch.autograd.Function,), members)
 
     def __call__(self, *args: Any) -> Any:
-        tensors = [x for x in args if isinstance(x, Tensor)]
-        if torch.compiler.is_compiling() or any(type(x) not in PLAIN for x in tensors):
+        if torch.compiler.is_compiling():
             return self.custom(*args)
-        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        wanted = False
+        for x in args:
+            if isinstance(x, Tensor):
+                if type(x) not in PLAIN:
+                    return self.custom(*args)
+                wanted = wanted or x.requires_grad
+        if self.with_gradient is None:
+            return self.function(*args)
+        wanted = wanted and torch.is_grad_enabled()
         if forward_ad._current_level >= 0:  # which autograd functions refuse, in torch's words
+            tensors = [x for x in args if isinstance(x, Tensor)]
             wanted = wanted or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
-        if wanted and self.with_gradient is not None:
-            return self.with_gradient.apply(*args)
-        return self.function(*args)
+        return (self.with_gradient.apply if wanted else self.function)(*args)
 
 
 def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Operator]:

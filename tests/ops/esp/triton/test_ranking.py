@@ -22,12 +22,6 @@ def _in_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(sort, "RUN", 8)
         monkeypatch.setattr(ranking, "MOST_BLOCK", 4)
         monkeypatch.setattr(ranking, "LEAST_BLOCK", 4)
-        ranking._row_config.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def _fresh_configs() -> None:
-    ranking._row_config.cache_clear()
 
 
 def tokens(dtype: torch.dtype, width: int, masked: bool) -> tuple[Tensor, Tensor | None]:

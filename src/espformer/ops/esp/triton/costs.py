@@ -21,7 +21,7 @@ from torch import Tensor
 
 from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
-from espformer.ops.common.sizes import ceil_div, power_of_2, width_arguments
+from espformer.ops.common.launch import Launch, ceil_div, once, power_of_2, width_arguments
 from espformer.ops.esp.triton import dense_columns
 from espformer.ops.esp.triton.normalise import (
     bandwidth_gradient,
@@ -140,21 +140,35 @@ def norm_costs_grad_kernel(
             tl.debug_barrier()  # the next scan reads what this one has written
 
 
+@once
+def _norm_costs_launch(shape: tuple[int, ...], metric: str, fp32_rows: bool) -> Launch:
+    grid = (shape[0] * shape[1],)
+    if dense_columns.fits(shape, metric):
+        return Launch(dense_columns.dense_norm_costs_kernel, grid, **dense_columns.config(shape))
+    return Launch(norm_costs_kernel, grid, **column_config(shape, metric, fp32_rows))
+
+
+@once
+def _norm_costs_grad_launch(
+    shape: tuple[int, ...], metric: str, fp32_rows: bool, atomic: bool
+) -> Launch:
+    grid = (shape[0] * shape[1],)
+    if dense_columns.fits(shape, metric):
+        kernel, config = dense_columns.dense_norm_costs_grad_kernel, dense_columns.config(shape)
+    else:
+        kernel, config = norm_costs_grad_kernel, column_config(shape, metric, fp32_rows)
+    return Launch(kernel, grid, ATOMIC=atomic, **config)
+
+
 @operator("norm_costs")
 def norm_costs(
     square: Tensor, order: Tensor, out_scale: Tensor, in_scale: Tensor | None, points: Tensor,
     inv_bandwidth: Tensor, metric: str, fp32_rows: bool,
 ) -> Tensor:  # fmt: skip
     """``Σ_n out_scale[l, n] · (κ_l (in_scale_l · square[order_l]))_n``: (batch, L)."""
-    batch, slices, _ = order.shape
-    out = square.new_empty(batch, slices)
-    arguments = square, order, out_scale, in_scale, points, inv_bandwidth, out
-    if dense_columns.fits(points, metric):
-        dense_columns.dense_norm_costs_kernel[(batch * slices,)](
-            *arguments, **dense_columns.config(points)
-        )
-    else:
-        norm_costs_kernel[(batch * slices,)](*arguments, **column_config(points, metric, fp32_rows))
+    out = square.new_empty(order.shape[:2])
+    launch = _norm_costs_launch(points.shape, metric, fp32_rows)
+    launch(square, order, out_scale, in_scale, points, inv_bandwidth, out)
     return out
 
 
@@ -169,24 +183,16 @@ def norm_costs_backward(
     points: Tensor, inv_bandwidth: Tensor, metric: str, fp32_rows: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of the squares, of both scales (`in_scale` may be empty), and of the points."""
-    batch, slices, _ = order.shape
     atomic = not torch.are_deterministic_algorithms_enabled()
     d_square = torch.zeros_like(square) if atomic else torch.empty_like(points)
-    d_out_scale, slope = (torch.empty_like(points) for _ in range(2))
+    d_out_scale, slope = torch.empty_like(points), torch.empty_like(points)
     d_in_scale = points.new_empty(0 if in_scale is None else points.shape)
-    arguments = (
+    scans = not dense_columns.fits(points.shape, metric)
+    _norm_costs_grad_launch(points.shape, metric, fp32_rows, atomic)(
         upstream, square, order, out_scale, in_scale, points, inv_bandwidth, d_square, d_out_scale,
         None if in_scale is None else d_in_scale, slope,
+        *((torch.empty_like(points),) if scans else ()),
     )  # fmt: skip
-    if dense_columns.fits(points, metric):
-        dense_columns.dense_norm_costs_grad_kernel[(batch * slices,)](
-            *arguments, ATOMIC=atomic, **dense_columns.config(points)
-        )
-    else:
-        norm_costs_grad_kernel[(batch * slices,)](
-            *arguments, torch.empty_like(points), ATOMIC=atomic,
-            **column_config(points, metric, fp32_rows),
-        )  # fmt: skip
     return d_square if atomic else d_square.sum(1), d_out_scale, d_in_scale, slope
 
 
@@ -277,16 +283,16 @@ def centre_grad_kernel(
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
-def _centre_tiles(x: Tensor) -> tuple[tuple[int], dict[str, int]]:
-    block_d = power_of_2(x.shape[-1])
+@once
+def _centre_launch(shape: tuple[int, int, int], masked: bool, scale: float, back: bool) -> Launch:
+    batch, tokens, width = shape
+    block_d = power_of_2(width)
     block_n = max(1, 4096 // block_d)
-    blocks = ceil_div(x.shape[1], block_n)
-    return (x.shape[0] * blocks,), {
-        "BLOCKS": blocks,
-        **width_arguments(x.shape[-1]),
-        "BLOCK_N": block_n,
-        "BLOCK_D": block_d,
-    }
+    blocks = ceil_div(tokens, block_n)
+    return Launch(
+        centre_grad_kernel if back else centre_kernel, (batch * blocks,), N=tokens, BLOCKS=blocks,
+        scale=scale, MASKED=masked, BLOCK_N=block_n, BLOCK_D=block_d, **width_arguments(width),
+    )  # fmt: skip
 
 
 def _bytes(mask: Tensor | None) -> Tensor | None:
@@ -303,11 +309,8 @@ def centre_rows(
     """
     rows = torch.empty_like(x)
     squares = torch.empty(x.shape[:2], device=x.device, dtype=torch.float32)
-    grid, tiles = _centre_tiles(x)
-    centre_kernel[grid](
-        x, centre, _bytes(mask), rows, squares, x.shape[1], scale=scale,
-        MASKED=mask is not None, **tiles,
-    )  # fmt: skip
+    launch = _centre_launch(x.shape, mask is not None, scale, back=False)
+    launch(x, centre, _bytes(mask), rows, squares)
     return rows, squares
 
 
@@ -322,11 +325,8 @@ def centre_rows_backward(
 ) -> Tensor:
     """The gradient of x."""
     dx = torch.empty_like(rows)
-    grid, tiles = _centre_tiles(rows)
-    centre_grad_kernel[grid](
-        d_rows, d_squares, rows, _bytes(mask), dx, rows.shape[1], scale=scale,
-        MASKED=mask is not None, **tiles,
-    )  # fmt: skip
+    launch = _centre_launch(rows.shape, mask is not None, scale, back=True)
+    launch(d_rows, d_squares, rows, _bytes(mask), dx)
     return dx
 
 

@@ -1,7 +1,7 @@
 """Sorted sides and the plans between them: what the kernels of soft attention are told.
 
-`SortedSide → Plan → operator` is the only way through. A plan is flattened once, at the border of
-an operator, which takes and returns tensors; behind it, it is a `Plan` again.
+`SortedSide → Plan → operator` is the only way through. At the border of an operator, which takes
+and returns tensors, a plan is a tuple of arguments; behind it, it is a `Plan` again.
 
 **N ≠ M, brought to ranks that meet one to one.** A monotone coupling cuts both sides into the same
 pieces: piece s belongs to query rank rows[s] and to key rank columns[s], and carries weights[s].
@@ -16,8 +16,7 @@ Pieces of one rank stand at the same point, which is a tie, and ties exert no fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +26,7 @@ from espformer.ops.esp.coupling import Coupling
 Group = tuple[slice, slice]  # some heads, and some of their slices
 
 
-@dataclass(frozen=True)
-class SortedSide:
+class SortedSide(NamedTuple):
     """Queries or keys, softly sorted on every slice: ``diag(out_scale) κ diag(in_scale)``."""
 
     points: Tensor  # (batch, L, N): sorted; padding repeats the last true one
@@ -57,8 +55,7 @@ def valid_ranks(points: Tensor, lengths: Tensor) -> Tensor:
     return (positions < lengths.unsqueeze(-1)).unsqueeze(1)
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """The plan of every slice, from keys to queries, by rank:
 
     ``diag(query_scale) κ_q diag(mid_scale) κ_k diag(key_scale)``; rank n of the queries meets rank
@@ -75,13 +72,9 @@ class Plan:
     query_scale: Tensor | None
     metric: str
 
-    def flatten(self) -> tuple[Any, ...]:
-        """The fields, as arguments of an operator; ``Plan(*flat)`` is the way back."""
-        return tuple(getattr(self, name) for name in PLAN_FIELDS)
-
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All fields but the metric."""
-        return self.flatten()[:-1]
+        return self[:-1]
 
     def transposed(self) -> Plan:
         """The same plan from queries to keys."""
@@ -90,16 +83,19 @@ class Plan:
             self.inv_bandwidth, self.mid_scale, self.query_scale, self.key_scale, self.metric,
         )  # fmt: skip
 
-    def part(self, group: Group) -> Plan:
+    def part(self, group: Group | None) -> Plan:
         """The plans of some slices of some heads."""
+        if group is None:
+            return self
         flat: tuple[Any, ...] = (*(_part(x, group) for x in self.tensors()), self.metric)
         return Plan(*flat)
 
 
-PLAN_FIELDS = tuple(field.name for field in fields(Plan))
+PLAN_FIELDS = Plan._fields
 # As in the schema of an operator.
-PLAN_SCHEMA = ", ".join(
-    f"{str(field.type).replace(' | None', '?')} {field.name}" for field in fields(Plan)
+PLAN_SCHEMA = (
+    "Tensor query_points, Tensor key_points, Tensor query_order, Tensor key_order, "
+    "Tensor inv_bandwidth, Tensor mid_scale, Tensor? key_scale, Tensor? query_scale, str metric"
 )
 
 

@@ -24,7 +24,6 @@ themselves if slices are axes; else
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from torch import Tensor
 
 from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
-from espformer.ops.common.sizes import ceil_div, power_of_2, width_arguments
+from espformer.ops.common.launch import Launch, ceil_div, once, power_of_2, width_arguments
 from espformer.ops.esp.triton.sort import LEAST_SHARE, LEAST_SIZE, sort_points, spread_of
 
 
@@ -153,10 +152,33 @@ def back_project_kernel(
 LEAST_BLOCK, MOST_BLOCK = 32, 4096
 
 
-@functools.lru_cache(1024)
-def _row_config(slices: int, ranks: int) -> dict[str, Any]:
+def _row_launch(kernel: Any, batch: int, slices: int, ranks: int, **constants: Any) -> Launch:
+    """A kernel with one program for every row of points."""
     block = min(MOST_BLOCK, max(LEAST_BLOCK, power_of_2(ranks)))
-    return {"N": ranks, "L": slices, "BLOCK": block, "num_warps": max(1, block // 512)}
+    return Launch(
+        kernel, (batch * slices,), N=ranks, L=slices, BLOCK=block, num_warps=max(1, block // 512),
+        **constants,
+    )  # fmt: skip
+
+
+@once
+def _spreads(shape: tuple[int, int, int]) -> Launch:
+    return _row_launch(spread_kernel, *shape, LEAST_SIZE=LEAST_SIZE, LEAST_SHARE=LEAST_SHARE)
+
+
+@once
+def _point_grads(shape: tuple[int, int, int], scale: float, tokens_first: bool) -> Launch:
+    return _row_launch(point_grad_kernel, *shape, scale=scale, TOKENS_FIRST=tokens_first)
+
+
+@once
+def _back_projection(batch: int, count: int, tokens: int, width: int, shared: bool) -> Launch:
+    block_d = power_of_2(width)
+    block_n = max(1, min(64, 4096 // block_d))
+    return Launch(
+        back_project_kernel, (batch, ceil_div(tokens, block_n)), N=tokens, L=count, SHARED=shared,
+        BLOCK_N=block_n, BLOCK_D=block_d, **width_arguments(width),
+    )  # fmt: skip
 
 
 def masked_lengths(mask: Tensor | None) -> Tensor | None:
@@ -188,10 +210,7 @@ def rank_points(
     if spread is None:
         spread = points.new_empty(points.shape[:2] if in_spreads else 0)
         if in_spreads:
-            spread_kernel[(spread.numel(),)](
-                points, lengths, spread, LEAST_SIZE=LEAST_SIZE, LEAST_SHARE=LEAST_SHARE,
-                **_row_config(*points.shape[1:]),
-            )  # fmt: skip
+            _spreads(points.shape)(points, lengths, spread)
     return points, order, spread
 
 
@@ -215,19 +234,13 @@ def unrank_points(
     batch, count, tokens = points.shape
     dx = torch.empty_like(x)
     dp = dx if slices is None else torch.empty_like(points)
-    point_grad_kernel[(batch * count,)](
-        upstream, points, order, spread if spread.numel() else None, lengths, dp, scale=scale,
-        TOKENS_FIRST=slices is None, **_row_config(count, tokens),
-    )  # fmt: skip
+    _point_grads(points.shape, scale, slices is None)(
+        upstream, points, order, spread if spread.numel() else None, lengths, dp
+    )
     if slices is None:
         return dx, points.new_empty(0)
-    width = x.shape[-1]
-    block_d = power_of_2(width)
-    block_n = max(1, min(64, 4096 // block_d))
-    back_project_kernel[(batch, ceil_div(tokens, block_n))](
-        dp, slices, dx, tokens, count, SHARED=slices.shape[0] == 1, BLOCK_N=block_n,
-        BLOCK_D=block_d, **width_arguments(width),
-    )  # fmt: skip
+    back_project = _back_projection(batch, count, tokens, x.shape[-1], slices.shape[0] == 1)
+    back_project(dp, slices, dx)
     if not with_slices:
         return dx, points.new_empty(0)
     d_slices = torch.bmm(dp, x.float())

@@ -33,8 +33,7 @@ Slices are worked on in groups so that their states stay under `SCRATCH_BYTES`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -43,6 +42,7 @@ from torch import Tensor
 
 from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
+from espformer.ops.common.launch import Launch, once
 from espformer.ops.esp import linear
 from espformer.ops.esp.coupling import Coupling, couple
 from espformer.ops.esp.problem import Problem
@@ -313,8 +313,7 @@ def cross_kernel(
     tl.store(totals_ptr + pair * CHUNKS + chunk, tl.sum(mid_dots * mid_scale, 0))
 
 
-@dataclass(frozen=True)
-class PlanGradients:
+class PlanGradients(NamedTuple):
     """Room for what the backward of plans finds; None where there is nothing to differentiate."""
 
     weight: Tensor | None  # (batch, L)
@@ -343,15 +342,15 @@ class PlanGradients:
             query_scale=room(ranks, scales and plan.query_scale is not None),
         )
 
-    def part(self, group: Group) -> PlanGradients:
+    def part(self, group: Group | None) -> PlanGradients:
         """Those of some slices of some heads."""
-        found = (getattr(self, name) for name in GRADIENT_FIELDS)
-        return PlanGradients(*(None if x is None else x[group] for x in found))  # type: ignore[arg-type]
+        if group is None:
+            return self
+        return PlanGradients(*(None if x is None else x[group] for x in self))  # type: ignore[arg-type]
 
     def flatten(self) -> list[Tensor]:
         """As results of an operator: what is not there is empty."""
-        found = (getattr(self, name) for name in GRADIENT_FIELDS)
-        return [self.key_points.new_empty(0) if x is None else x for x in found]
+        return [self.key_points.new_empty(0) if x is None else x for x in self]
 
     @staticmethod
     def unflatten(results: list[Tensor]) -> PlanGradients:
@@ -359,13 +358,9 @@ class PlanGradients:
 
     def of_plan(self) -> tuple[Tensor | None, ...]:
         """In the order of the fields of a plan."""
-        found = {name: getattr(self, name) for name in GRADIENT_FIELDS}
-        if self.inv_bandwidth is not None:
-            found["inv_bandwidth"] = self.inv_bandwidth.sum(-1)
-        return tuple(found.get(name) for name in PLAN_FIELDS)
-
-
-GRADIENT_FIELDS = tuple(field.name for field in fields(PlanGradients))
+        inv_bandwidth = None if self.inv_bandwidth is None else self.inv_bandwidth.sum(-1)
+        found = self._asdict() | {"inv_bandwidth": inv_bandwidth}
+        return tuple(map(found.get, PLAN_FIELDS))
 
 
 class PlanKernels:
@@ -373,7 +368,7 @@ class PlanKernels:
 
     def __init__(self, plan: Plan, dtype: torch.dtype) -> None:
         self.plan = plan
-        self.chunks = Chunks.of(plan.key_points, plan.metric, dtype)
+        self.chunks = Chunks.of(plan.key_points.shape, plan.metric, dtype)
 
     def apply(self, x: Tensor, weight: Tensor, out: Tensor, ties: bool = False) -> States:
         """Adds ``Σ_l weight_l plan_l x`` to `out`, or to a row per slice if it has slices.
@@ -390,13 +385,12 @@ class PlanKernels:
         x_states, _ = chunk_states(chunks, plan, x, through=False, ties=False)
         g_states, _ = chunk_states(chunks, plan.transposed(), g, through=False, ties=False)
         totals = chunks.by_chunk(out)
-        chunks.launch(
-            cross_kernel, "cross", x,
-            x, plan.key_order, plan.key_scale, plan.key_points, g, plan.query_order,
-            plan.query_scale, plan.query_points, plan.mid_scale, chunks.table, plan.inv_bandwidth,
-            x_states, g_states, totals, KEYS=x.shape[-2], QUERIES=g.shape[-2],
-            ROWS=chunks.state_rows(ties=False),
-        )  # fmt: skip
+        for launch in _cross_launches(chunks, x.shape[-2], g.shape[-2], x.shape[-1]):
+            launch(
+                x, plan.key_order, plan.key_scale, plan.key_points, g, plan.query_order,
+                plan.query_scale, plan.query_points, plan.mid_scale, plan.inv_bandwidth, x_states,
+                g_states, totals,
+            )  # fmt: skip
         if chunks.count > 1:
             torch.sum(totals, -1, out=out)
 
@@ -446,14 +440,15 @@ class PlanKernels:
             name = "grad" if few else "all"
         rows = out if g is None else g
         assert rows is not None
-        self.chunks.launch(
-            apply_kernel, name, x,
-            x, plan.key_order, plan.key_scale, plan.key_points, plan.query_order,
-            plan.query_scale, plan.query_points, plan.mid_scale, self.chunks.table,
-            plan.inv_bandwidth, weight, *states, out, g, g_states, d_points, d_query_scale,
-            d_mid_scale, totals, d_inv_bandwidth, KEYS=x.shape[-2], QUERIES=rows.shape[-2],
-            ROWS=self.chunks.state_rows(ties), ATOMIC=out is None or out.dim() == 3,
-        )  # fmt: skip
+        atomic = out is None or out.dim() == 3
+        _, keys, width = x.shape
+        for launch in _apply_launches(self.chunks, name, keys, rows.shape[-2], width, ties, atomic):
+            launch(
+                x, plan.key_order, plan.key_scale, plan.key_points, plan.query_order,
+                plan.query_scale, plan.query_points, plan.mid_scale, plan.inv_bandwidth, weight,
+                *states, out, g, g_states, d_points, d_query_scale, d_mid_scale, totals,
+                d_inv_bandwidth,
+            )  # fmt: skip
 
     def _across_chunks(self, points: Tensor, x: Tensor | None, y: Tensor | None) -> Tensor:
         """The part of distances over whole chunks in the gradient of `inv_bandwidth`: (batch, L).
@@ -488,47 +483,92 @@ class PlanKernels:
         return left, right
 
 
-def _pairs_at_once(x: Tensor, plan: Plan, backward: bool) -> int:
-    """How many slices of heads have states that fit."""
-    chunks = Chunks.of(plan.key_points, plan.metric, x.dtype)
-    each = chunks.scratch_bytes(x.shape[-1], backward)
-    return max(1, SCRATCH_BYTES[plan.metric] // max(1, each))
+@once
+def _apply_launches(
+    chunks: Chunks, name: str, keys: int, queries: int, width: int, ties: bool, atomic: bool
+) -> list[Launch]:
+    rows = chunks.state_rows(ties)
+    return chunks.launches(
+        apply_kernel, name, width, KEYS=keys, QUERIES=queries, ROWS=rows, ATOMIC=atomic
+    )
+
+
+@once
+def _cross_launches(chunks: Chunks, keys: int, queries: int, width: int) -> list[Launch]:
+    rows = chunks.state_rows(ties=False)
+    return chunks.launches(cross_kernel, "cross", width, KEYS=keys, QUERIES=queries, ROWS=rows)
+
+
+Kernels = PlanKernels | NarrowPlanKernels
+
+
+@once
+def _grouped(
+    shape: tuple[int, int, int], width: int, dtype: torch.dtype, metric: str, backward: bool,
+    with_inv_bandwidth: bool, deterministic: bool, scratch: int,
+) -> tuple[type[Kernels], list[Group | None]]:  # fmt: skip
+    """Which kernels apply plans of (batch, slices, ranks), and to which parts of them at once.
+
+    Parts have scratch memory that fits: whole heads or some slices of one. None is all of them.
+    """
+    batch, slices, ranks = shape
+    kind: type[Kernels] = PlanKernels
+    if narrow_plan.fits(shape, width, dtype, metric, with_inv_bandwidth):
+        kind, pairs = NarrowPlanKernels, narrow_plan.pairs_at_once(ranks, width, dtype, backward)
+    else:
+        each = Chunks.of(shape, metric, dtype).scratch_bytes(width, backward)
+        pairs = max(1, scratch // max(1, each))
+    if batch * slices <= pairs:
+        return kind, [None] if batch * slices else []
+    heads, part = (pairs // slices, slices) if pairs >= slices else (1, pairs)
+    return kind, [
+        (slice(b, min(b + heads, batch)), slice(l, min(l + part, slices)))
+        for b in range(0, batch, heads)
+        for l in range(0, slices, part)
+    ]
+
+
+def _grouping(
+    x: Tensor, plan: Plan, backward: bool, with_inv_bandwidth: bool = False
+) -> tuple[type[Kernels], list[Group | None]]:
+    """:func:`_grouped` for rows x; `with_inv_bandwidth` says that its gradient is asked for."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return _grouped(
+        plan.key_points.shape, x.shape[-1], x.dtype, plan.metric, backward, with_inv_bandwidth,
+        deterministic, SCRATCH_BYTES[plan.metric],
+    )  # fmt: skip
 
 
 def _groups(
     x: Tensor, plan: Plan, backward: bool = False, with_inv_bandwidth: bool = False
-) -> Iterator[tuple[Group, PlanKernels | NarrowPlanKernels]]:
-    """Parts of (batch, slices) whose scratch fits, whole heads or some slices of one, and kernels.
-
-    `with_inv_bandwidth` says that its gradient is asked for.
-    """
-    batch, slices, ranks = plan.key_points.shape
-    kind: type[PlanKernels | NarrowPlanKernels] = PlanKernels
-    if narrow_plan.fits(plan, x, with_inv_bandwidth):
-        kind, pairs = NarrowPlanKernels, narrow_plan.pairs_at_once(ranks, x, backward)
-    else:
-        pairs = _pairs_at_once(x, plan, backward)
-    heads, part = (pairs // slices, slices) if pairs >= slices else (1, pairs)
-    for b in range(0, batch, max(1, heads)):
-        for l in range(0, slices, max(1, part)):
-            group = slice(b, min(b + heads, batch)), slice(l, min(l + part, slices))
-            yield group, kind(plan.part(group), x.dtype)
+) -> Iterator[tuple[Group | None, Kernels]]:
+    """Parts of (batch, slices) whose scratch fits, and their kernels."""
+    kind, groups = _grouping(x, plan, backward, with_inv_bandwidth)
+    for group in groups:
+        yield group, kind(plan.part(group), x.dtype)
 
 
-def _room(out: Tensor, group: Group) -> Tensor:
+def _heads(x: Tensor, group: Group | None) -> Tensor:
+    """The heads of a group."""
+    return x if group is None else x[group[0]]
+
+
+def _room(out: Tensor, group: Group | None, slices: int) -> Tensor:
     """Room for the rows of a group: `out` itself, or rows of its own slices where it must not
     matter who comes first.
     """
-    rows, slices = out[group[0]], group[1]
+    rows = _heads(out, group)
     if not torch.are_deterministic_algorithms_enabled():
         return rows
-    return out.new_zeros(len(rows), slices.stop - slices.start, *out.shape[1:])
+    count = slices if group is None else group[1].stop - group[1].start
+    return out.new_zeros(len(rows), count, *out.shape[1:])
 
 
-def _collect(out: Tensor, group: Group, rows: Tensor) -> None:
+def _collect(out: Tensor, group: Group | None, rows: Tensor) -> None:
     """Brings the rows of a group's slices to `out`, if they are not there yet."""
     if rows.dim() == 4:
-        out[group[0]] += rows.sum(1)
+        here = _heads(out, group)
+        here += rows.sum(1)
 
 
 @operator(
@@ -547,8 +587,9 @@ def apply_plans(
     out = value.new_zeros(value.shape[0], queries, value.shape[-1], dtype=torch.float32)
     states: States = (None, None)
     for group, kernels in _groups(value, Plan(*flat), backward=keep_states):
-        rows = _room(out, group)
-        states = kernels.apply(value[group[0]], weight[group], rows, ties=keep_states)
+        rows = _room(out, group, weight.shape[1])
+        weights = weight if group is None else weight[group]
+        states = kernels.apply(_heads(value, group), weights, rows, ties=keep_states)
         _collect(out, group, rows)
     kept = states if keep_states else (None, None)
     x_states, w_states = (value.new_empty(0) if x is None else x for x in kept)
@@ -561,7 +602,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     out = value.new_empty(value.shape[0], queries, value.shape[-1])
     plan = Plan(*flat)
-    chunks = Chunks.of(plan.key_points, plan.metric, value.dtype)
+    chunks = Chunks(*plan.key_points.shape, plan.metric, value.dtype)  # sizes may be symbols
     rows = chunks.state_rows(ties=True) if keep_states else 0
     if rows == 0:
         return out, value.new_empty(0), value.new_empty(0)
@@ -580,9 +621,8 @@ def keeps_states(value: Tensor, plan: Plan) -> bool:
     tensors = (value, *plan.tensors())
     if not any(x is not None and x.requires_grad for x in tensors):
         return False
-    batch, slices, _ = plan.key_points.shape
-    few = batch * slices <= _pairs_at_once(value, plan, backward=True)
-    return few and not narrow_plan.fits(plan, value)
+    kind, groups = _grouping(value, plan, backward=True)
+    return kind is PlanKernels and groups == [None]
 
 
 @operator("cross_plans", f"(Tensor query, Tensor key, {PLAN_SCHEMA}) -> Tensor")
@@ -591,7 +631,8 @@ def cross_plans(query: Tensor, key: Tensor, *flat: Any) -> Tensor:
     plan = Plan(*flat)
     totals = plan.query_points.new_empty(plan.query_points.shape[:2])
     for group, kernels in _groups(key, plan):
-        kernels.cross(query[group[0]], key[group[0]], totals[group])
+        out = totals if group is None else totals[group]
+        kernels.cross(_heads(query, group), _heads(key, group), out)
     return totals
 
 
@@ -621,11 +662,14 @@ def plans_backward(
     d_upstream = torch.zeros_like(upstream, dtype=torch.float32) if with_upstream else None
     found = PlanGradients.new(plan, not with_upstream, with_inv_bandwidth, with_scales)
     for group, kernels in _groups(value, plan, True, with_inv_bandwidth):
-        rows = _room(d_value, group)
-        upstream_rows = None if d_upstream is None else _room(d_upstream, group)
+        rows = _room(d_value, group, weight.shape[1])
+        upstream_rows = None
+        if d_upstream is not None:
+            upstream_rows = _room(d_upstream, group, weight.shape[1])
         kernels.grad(
-            upstream[group[0]], value[group[0]], weight[group], rows, upstream_rows,
-            found.part(group), None if x_states is None else (x_states, w_states),
+            _heads(upstream, group), _heads(value, group),
+            weight if group is None else weight[group], rows, upstream_rows, found.part(group),
+            None if x_states is None else (x_states, w_states),
         )  # fmt: skip
         _collect(d_value, group, rows)
         if d_upstream is not None and upstream_rows is not None:
@@ -711,7 +755,7 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
     plan = make_plan(queries, keys, inv_bandwidth, metric, coupling)
     weights = _slice_weights(problem, queries, keys, plan, coupling)
     keep = keeps_states(value, plan)
-    out: Tensor = apply_plans(value, weights, queries.order.shape[-1], keep, *plan.flatten())[0]
+    out: Tensor = apply_plans(value, weights, queries.order.shape[-1], keep, *plan)[0]
     return out
 
 
@@ -762,7 +806,7 @@ def _slice_weights(
             back = Coupling(coupling.columns, coupling.rows, coupling.weights, keys.order.shape[-1])
         norms = _norm_costs(problem, q_squares, queries, keys, plan, coupling)
         norms = norms + _norm_costs(problem, k_squares, keys, queries, plan, back)
-        costs = torch.sub(norms, cross_plans(q, k, *plan.flatten()), alpha=2)
+        costs = torch.sub(norms, cross_plans(q, k, *plan), alpha=2)
         if queries.lengths is None:
             costs = costs / max(1, tokens)
         else:

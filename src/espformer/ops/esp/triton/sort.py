@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espformer.ops.common.custom_op import operator
-from espformer.ops.common.sizes import ceil_div, power_of_2, width_arguments
+from espformer.ops.common.launch import Launch, ceil_div, once, power_of_2, width_arguments
 
 MOST_TOKENS = 1 << 16  # whose index has 16 bits
 # Words that one warp sorts, or merges; more warps would have to hand words to each other.
@@ -149,7 +149,7 @@ def merge_runs_kernel(
     tl.store(out_ptr + row + n, merged(words_ptr + row, start, N, LENGTH, BLOCK, DIMS), mask=n < N)
 
 
-@functools.lru_cache(1024)
+@once
 def sort_config(tokens: int) -> dict[str, Any]:
     """How a warp sorts a row of at most 1024 words: 32 in every thread, loaded in vectors of 8."""
     block = max(2, power_of_2(tokens))
@@ -165,15 +165,24 @@ def sort_rows(words: Tensor, runs: int = 1) -> tuple[Tensor, int]:
     """Rows of words, sorted in at most so many runs, and their length; `words` are lost."""
     tokens = words.shape[-1]
     rows = words.numel() // max(1, tokens)
-    config = sort_config(RUN)
-    blocks = ceil_div(tokens, RUN)
-    sort_runs_kernel[(rows, blocks)](words, tokens, **config)
+    _sort_runs(rows, tokens)(words)
     length, other = RUN, words if RUN * runs >= tokens else torch.empty_like(words)
     while length * runs < tokens:
-        merge_runs_kernel[(rows, blocks)](words, other, tokens, length, **merge_config())
+        _merge_runs(rows, tokens, length)(words, other)
         words, other = other, words
         length *= 2
     return words, length
+
+
+@once
+def _sort_runs(rows: int, tokens: int) -> Launch:
+    return Launch(sort_runs_kernel, (rows, ceil_div(tokens, RUN)), N=tokens, **sort_config(RUN))
+
+
+@once
+def _merge_runs(rows: int, tokens: int, length: int) -> Launch:
+    grid = rows, ceil_div(tokens, RUN)
+    return Launch(merge_runs_kernel, grid, N=tokens, LENGTH=length, **merge_config())
 
 
 def merge_config() -> dict[str, Any]:
@@ -468,11 +477,11 @@ class Words:
     unpacked_scale: float  # and after
 
     @staticmethod
-    def of(x: Tensor, slices: Tensor | None, scale: float) -> Words:
+    def of(dtype: torch.dtype, tokens: int, projected: bool, scale: float) -> Words:
         """Points of 16 bits as they are; what is computed, float32, or long in wide words."""
-        half = x.dtype in (torch.bfloat16, torch.float16)
-        if half and slices is None and x.shape[-2] <= MOST_TOKENS and scale > 0:
-            brain = x.dtype == torch.bfloat16
+        half = dtype in (torch.bfloat16, torch.float16)
+        if half and not projected and tokens <= MOST_TOKENS and scale > 0:
+            brain = dtype == torch.bfloat16
             point, infinity = (tl.bfloat16, 0x7F80) if brain else (tl.float16, 0x7C00)
             return Words(16, torch.int16, torch.int32, point, infinity, 1.0, scale)
         infinity = 0x7F800000
@@ -483,7 +492,7 @@ class Words:
         return {"BITS": self.bits, "INFINITY": self.infinity}
 
 
-@functools.lru_cache(1024)
+@once
 def blocks_of_tokens(tokens: int, width: int) -> int:
     """At most so many blocks of tokens are packed, or projected, for one head."""
     return _pack_config(width, power_of_2(max(1, tokens)), projected=True)[0]
@@ -500,30 +509,111 @@ def slices_at_once(count: int) -> int:
     return min(8, power_of_2(count))
 
 
+@dataclass(frozen=True)
+class Sides:
+    """The shape of what is sorted: one or two tensors of tokens on some slices."""
+
+    sides: int
+    shape: tuple[int, int, int]  # (batch, N, m) of tokens
+    dtype: torch.dtype
+    slices: tuple[int, int, int] | None  # (batch or 1, L, m); None means the axes
+    masked: bool
+    scale: float
+
+    @functools.cached_property
+    def count(self) -> int:
+        """Slices."""
+        return self.shape[-1] if self.slices is None else self.slices[-2]
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """Rows of points of one side."""
+        return self.shape[0] * self.count
+
+    @functools.cached_property
+    def words(self) -> Words:
+        return Words.of(self.dtype, self.shape[1], self.slices is not None, self.scale)
+
+    @functools.cached_property
+    def at_once(self) -> bool:
+        """Whether one program sorts a row."""
+        return self.shape[1] <= RUN
+
+    @functools.cached_property
+    def packed(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of what is sorted: halves of words, padded, if that is done at once."""
+        stride = sort_config(self.shape[1])["BLOCK"] if self.at_once else self.shape[1]
+        dtype = self.words.half if self.at_once else self.words.whole
+        return (self.sides, self.shape[0], self.count, stride), dtype
+
+    @functools.cached_property
+    def pack(self) -> Launch:
+        """Makes every slice sortable integers."""
+        (batch, tokens, width), words = self.shape, self.words
+        stride = self.packed[0][-1]
+        blocks, config = _pack_config(width, stride, self.slices is not None)
+        config |= {
+            "N": tokens, "STRIDE": stride, "scale": words.packed_scale, "MASKED": self.masked
+        }  # fmt: skip
+        grid = batch, blocks, self.sides
+        if self.slices is None:
+            return Launch(pack_kernel, grid, D=width, BITS=words.bits, **config)
+        return Launch(
+            project_kernel, grid, L=self.count, SHARED=self.slices[0] == 1,
+            SLICES=slices_at_once(self.count), **width_arguments(width), **config,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def rank(self) -> Launch:
+        """Sorts rows, at once or those that are sorted already, into points and tokens."""
+        tokens, words = self.shape[1], self.words
+        arguments = {
+            "N": tokens, "L": self.count, "scale": words.unpacked_scale, "POINT": words.point,
+            "MASKED": self.masked, **words.arguments,
+        }  # fmt: skip
+        if self.at_once:
+            return Launch(
+                rank_kernel, (self.rows,), LEAST_SIZE=LEAST_SIZE, LEAST_SHARE=LEAST_SHARE,
+                **arguments, **sort_config(tokens),
+            )  # fmt: skip
+        grid = self.rows, ceil_div(tokens, 1024)
+        return Launch(unpack_kernel, grid, **arguments, BLOCK=1024)
+
+    @functools.cached_property
+    def match(self) -> Launch:
+        """Finds which tokens of two sides have the same rank."""
+        tokens, words, rows = self.shape[1], self.words, self.rows
+        if self.at_once:
+            return Launch(
+                match_kernel, (rows,), N=tokens, ROWS=rows, weight=1 / self.count,
+                **words.arguments, **sort_config(tokens),
+            )  # fmt: skip
+        config, length = merge_config(), RUN
+        while 2 * length < tokens:
+            length *= 2
+        blocks = ceil_div(tokens, config["BLOCK"])
+        return Launch(
+            match_runs_kernel, (rows * blocks,), N=tokens, LENGTH=length, ROWS=rows, BLOCKS=blocks,
+            **words.arguments, **config,
+        )  # fmt: skip
+
+
+_sides = once(Sides)
+
+
 def _pack(
-    x: Tensor, y: Tensor | None, slices: Tensor | None, mask: Tensor | None, words: Words,
-    stride: int, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    x: Tensor, y: Tensor | None, slices: Tensor | None, mask: Tensor | None, scale: float
+) -> tuple[Sides, Tensor]:
     """Every slice of one or two (batch, N, m) tensors as sortable integers."""
-    batch, tokens, width = x.shape
-    sides = 1 if y is None else 2
-    count = width if slices is None else slices.shape[-2]
-    packed = torch.empty(sides, batch, count, stride, device=x.device, dtype=dtype)
-    blocks, config = _pack_config(width, stride, slices is not None)
-    config = {"MASKED": mask is not None, **config}
+    along = None if slices is None else slices.shape
+    shape = _sides(1 if y is None else 2, x.shape, x.dtype, along, mask is not None, scale)
+    packed = torch.empty(shape.packed[0], device=x.device, dtype=shape.packed[1])
     flags = None if mask is None else mask.view(torch.uint8)
     if slices is None:
-        pack_kernel[(batch, blocks, sides)](
-            x, y, flags, packed, tokens, width, stride, words.packed_scale, BITS=words.bits,
-            **config,
-        )  # fmt: skip
+        shape.pack(x, y, flags, packed)
     else:
-        project_kernel[(batch, blocks, sides)](
-            x, y, slices, flags, packed, tokens, count, stride, words.packed_scale,
-            SHARED=slices.shape[0] == 1, SLICES=slices_at_once(count), **width_arguments(width),
-            **config,
-        )  # fmt: skip
-    return packed
+        shape.pack(x, y, slices, flags, packed)
+    return shape, packed
 
 
 # As in `espformer.ops.esp.problem.spread`: the least size of points, and the least spread as a
@@ -544,26 +634,17 @@ def sort_points(
     all NaN. With `in_spreads` short rows are divided by their spread, (batch, L); long ones are
     not.
     """
-    batch, tokens, width = x.shape
-    count = width if slices is None else slices.shape[-2]
-    points = torch.empty(batch, count, tokens, device=x.device, dtype=torch.float32)
-    order = torch.empty(batch, count, tokens, device=x.device, dtype=torch.int32)
-    words = Words.of(x, slices, scale)
-    kind = words.arguments | {"POINT": words.point, "MASKED": mask is not None}
-    if tokens <= RUN:
-        config = sort_config(tokens)
-        spread = points.new_empty(batch, count) if in_spreads else None
-        bits = _pack(x, None, slices, mask, words, config["BLOCK"], words.half)
-        rank_kernel[(batch * count,)](
-            bits, lengths, points, order, spread, tokens, count, words.unpacked_scale,
-            LEAST_SIZE=LEAST_SIZE, LEAST_SHARE=LEAST_SHARE, **kind, **config,
-        )  # fmt: skip
-        return points, order, spread
-    packed, _ = sort_rows(_pack(x, None, slices, mask, words, tokens, words.whole))
-    unpack_kernel[(batch * count, ceil_div(tokens, 1024))](
-        packed, lengths, points, order, tokens, count, words.unpacked_scale, **kind, BLOCK=1024
-    )
-    return points, order, None
+    shape, packed = _pack(x, None, slices, mask, scale)
+    rows = x.shape[0], shape.count, x.shape[1]
+    points = torch.empty(rows, device=x.device, dtype=torch.float32)
+    order = torch.empty(rows, device=x.device, dtype=torch.int32)
+    if not shape.at_once:
+        packed, _ = sort_rows(packed)
+        shape.rank(packed, lengths, points, order)
+        return points, order, None
+    spread = points.new_empty(rows[:2]) if in_spreads else None
+    shape.rank(packed, lengths, points, order, spread)
+    return points, order, spread
 
 
 @operator("match_points")
@@ -576,27 +657,14 @@ def match_points(
     over the number of slices, but NaN where the slice of the queries or the keys holds NaN or an
     infinity. Padded tokens, the same for both, meet each other.
     """
-    batch, tokens, width = query.shape
-    count = width if slices is None else slices.shape[-2]
-    rows = batch * count
-    matches = torch.empty(batch, count, tokens, device=query.device, dtype=torch.int32)
-    weights = torch.empty(batch, count, device=query.device, dtype=torch.float32)
-    words = Words.of(query, slices, scale)
-    if tokens <= RUN:
-        config = sort_config(tokens)
-        bits = _pack(query, key, slices, mask, words, config["BLOCK"], words.half)
-        match_kernel[(rows,)](
-            bits, matches, weights, tokens, rows, 1 / count, **words.arguments, **config
-        )
-        return matches, weights
-    packed = _pack(query, key, slices, mask, words, tokens, words.whole)
-    packed, length = sort_rows(packed, runs=2)
-    weights.fill_(1 / count)
-    config = merge_config()
-    blocks = ceil_div(tokens, config["BLOCK"])
-    match_runs_kernel[(rows * blocks,)](
-        packed, matches, weights, tokens, length, rows, blocks, **words.arguments, **config
-    )
+    shape, packed = _pack(query, key, slices, mask, scale)
+    rows = query.shape[0], shape.count, query.shape[1]
+    matches = torch.empty(rows, device=query.device, dtype=torch.int32)
+    weights = torch.empty(rows[:2], device=query.device, dtype=torch.float32)
+    if not shape.at_once:
+        packed, _ = sort_rows(packed, runs=2)
+        weights.fill_(1 / shape.count)
+    shape.match(packed, matches, weights)
     return matches, weights
 
 
