@@ -39,10 +39,11 @@ class Operator:
 
     def __init__(self, name: str, function: Callable[..., Any], schema: str | None) -> None:
         self.name = name.split("::")[-1]
-        self.function = function = _launchable(function)
+        self.inside = function  # for the functions of other operators, which did what is needed
+        self.function = _launchable(function)
         if schema is None:
-            plain = function.__wrapped__  # type: ignore[attr-defined]
-            schema = torch.library.infer_schema(plain, mutates_args=())
+            schema = torch.library.infer_schema(function, mutates_args=())
+        function = self.function
         self.custom = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
         self.with_gradient: Any = None
         self.__doc__ = function.__doc__

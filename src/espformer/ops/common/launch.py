@@ -77,15 +77,21 @@ class Launch:
         if not DIRECT or _is_watched() or self.kernel.pre_run_hooks:
             self._launch_by_triton(tensors)
             return
-        places, addresses, device = self.places.copy(), 0, None
+        places, addresses, last = self.places.copy(), 0, None
+        dtypes: list[torch.dtype | None] = []
         for slot, x in zip(self.slots, tensors, strict=True):
-            if x is not None:
+            if x is None:
+                dtypes.append(None)
+            else:
                 places[slot] = address = x.data_ptr()
                 addresses |= address
-                device = x.get_device() if device is None else device
-        key = (device, *[None if x is None else x.dtype for x in tensors])
+                dtypes.append(x.dtype)
+                last = x
+        device = -1 if last is None else last.get_device()
+        key = (device, *dtypes)
         if addresses & 15:
-            key += tuple(address is None or address & 15 for address in self._of_tensors(places))
+            given = [places[slot] for slot in self.slots]
+            key += tuple([address is None or address & 15 for address in given])
         found = self.compiled.get(key)
         if found is None:
             compiled = self._launch_by_triton(tensors)
@@ -95,9 +101,6 @@ class Launch:
         run, function, metadata = found
         stream = driver.active.get_current_stream(device)
         run(*self.grid, stream, function, metadata, None, None, None, *places)
-
-    def _of_tensors(self, places: list[Any]) -> list[Any]:
-        return [places[slot] for slot in self.slots]
 
     def _launch_by_triton(self, tensors: tuple[Tensor | None, ...]) -> Any:
         given = dict(zip(self.tensor_names, tensors, strict=True))

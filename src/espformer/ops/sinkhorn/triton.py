@@ -69,7 +69,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from espformer.ops.common.autograd import refuse_double_backward
+from espformer.ops.common.autograd import refuse_double_backward, without_autocast
 from espformer.ops.common.custom_op import operator
 from espformer.ops.common.launch import Launch, ceil_div, once, power_of_2
 from espformer.ops.common.masks import zero_padding
@@ -533,11 +533,11 @@ class Sides:
     key: Tensor
     scale: float
 
-    @property
+    @functools.cached_property
     def heads(self) -> int:
         return self.query.shape[0]
 
-    @property
+    @functools.cached_property
     def halves(self) -> bool:
         """Whether tokens have 16 bits."""
         return self.query.element_size() == 2
@@ -791,18 +791,22 @@ def output(
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """The contract of :func:`espformer.ops.sinkhorn.torch.sinkhorn_output`, without any N×N."""
-    lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    lead = query.shape[:-2]
+    if not key.shape[:-2] == value.shape[:-2] == lead:
+        lead = torch.broadcast_shapes(lead, key.shape[:-2], value.shape[:-2])
     n, m, width = query.shape[-2], key.shape[-2], value.shape[-1]
     dtype = torch.promote_types(query.dtype, key.dtype)
 
     def flat(x: Tensor, mask: Tensor | None) -> Tensor:
         x = zero_padding(x, mask)
-        return x.expand(*lead, *x.shape[-2:]).reshape(-1, *x.shape[-2:]).contiguous()
+        if x.shape[:-2] != lead:
+            x = x.expand(*lead, *x.shape[-2:])
+        return x.reshape(-1, *x.shape[-2:]).contiguous()
 
     def flat_mask(mask: Tensor | None, tokens: int) -> Tensor | None:
         return None if mask is None else mask.expand(*lead, tokens).reshape(-1, tokens).contiguous()
 
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device):
         out, _, _ = sinkhorn_forward(
             flat(query, query_mask).to(dtype),
             flat(key, key_mask).to(dtype),

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 import espformer
 from espformer.ops.esp.triton import costs, hard_plan, ranking, soft_plan, sort, states
 from espformer.ops.esp.triton.normalise import balanced_scales, row_scales
+from espformer.ops.esp.triton.plan import sort_sides
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -54,6 +55,8 @@ def strided(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         "apply_plans",
         "apply_plans_keeping_states",
         "cross_plans",
+        "sort_sides",
+        "sort_sides_of_two_lengths",
         "row_scales",
         "balanced_scales",
         "norm_costs",
@@ -64,7 +67,18 @@ def test_soft_operators(name: str) -> None:
     rows, weights = numbers(1, 6, 4).requires_grad_(), torch.rand(1, 2, device=DEVICE)
     points, _, order, _, width, scale, *_ = plan()
     lengths = torch.full((1,), 4, device=DEVICE).int()
+    slices = numbers(1, 3, 4).requires_grad_()
+    two_sides = rows, numbers(1, 6, 4).requires_grad_()
+    two_lengths = (rows, numbers(1, 7, 4), slices, None, None, lengths, None, width, width)
     calls = {
+        "sort_sides": (
+            sort_sides,
+            (*two_sides, *(None,) * 5, width, width, 0.5, True, False, True, "absolute", True),
+        ),
+        "sort_sides_of_two_lengths": (
+            sort_sides,
+            (*two_lengths, 0.5, False, True, False, "absolute", True),
+        ),
         "apply_plans": (soft_plan.apply_plans, (rows, weights, 6, False, *plan())),
         "apply_plans_keeping_states": (soft_plan.apply_plans, (rows, weights, 6, True, *plan())),
         "cross_plans": (soft_plan.cross_plans, (rows, numbers(1, 6, 4), *plan())),

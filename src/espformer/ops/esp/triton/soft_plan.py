@@ -49,7 +49,6 @@ from espformer.ops.esp.problem import Problem
 from espformer.ops.esp.triton import narrow_plan
 from espformer.ops.esp.triton.costs import centre_rows, norm_costs
 from espformer.ops.esp.triton.narrow_plan import NarrowPlanKernels
-from espformer.ops.esp.triton.normalise import balanced_scales, row_scales
 from espformer.ops.esp.triton.plan import (
     PLAN_FIELDS,
     PLAN_SCHEMA,
@@ -57,6 +56,7 @@ from espformer.ops.esp.triton.plan import (
     Plan,
     SortedSide,
     make_plan,
+    sort_sides,
 )
 from espformer.ops.esp.triton.primitives import (
     COUNTS,
@@ -79,7 +79,7 @@ from espformer.ops.esp.triton.primitives import (
     to_wide_range,
     transposed_product,
 )
-from espformer.ops.esp.triton.ranking import masked_lengths, rank_points
+from espformer.ops.esp.triton.ranking import masked_lengths
 from espformer.ops.esp.triton.states import Chunks, chunk_states
 
 States = tuple[Tensor | None, Tensor | None]  # of x for κ_k, and of W for κ_q
@@ -745,14 +745,15 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
     """``N · G V``; all NaN in a head that holds one."""
     batch, metric = value.shape[0], problem.options.metric
     inv_bandwidth = problem.inv_bandwidth(batch).expand(batch).contiguous()
-    queries, keys = _sorted_sides(problem, inv_bandwidth)
+    one_to_one = linear.same_lengths(problem)
+    queries, keys, mid_scale = _sorted_sides(problem, inv_bandwidth, one_to_one)
     coupling = None
-    if not linear.same_lengths(problem):
+    if not one_to_one:
         coupling = couple(
             problem.options.coupling, queries.counts(), keys.counts(), queries.points.shape[-1],
             keys.points.shape[-1], torch.float32,
         )  # fmt: skip
-    plan = make_plan(queries, keys, inv_bandwidth, metric, coupling)
+    plan = make_plan(queries, keys, mid_scale, inv_bandwidth, metric, coupling)
     weights = _slice_weights(problem, queries, keys, plan, coupling)
     keep = keeps_states(value, plan)
     out: Tensor = apply_plans(value, weights, queries.order.shape[-1], keep, *plan)[0]
@@ -764,29 +765,23 @@ def _fp32_rows(problem: Problem) -> bool:
     return torch.promote_types(problem.query.dtype, problem.key.dtype) == torch.float32
 
 
-def _sorted_sides(problem: Problem, inv_bandwidth: Tensor) -> tuple[SortedSide, SortedSide]:
-    """Queries and keys, sorted on every slice and normalised."""
+def _sorted_sides(
+    problem: Problem, inv_bandwidth: Tensor, one_to_one: bool
+) -> tuple[SortedSide, SortedSide, Tensor]:
+    """Queries and keys, sorted on every slice and normalised, and the scale between them."""
     masks = problem.query_mask, problem.key_mask
     q_lengths = masked_lengths(masks[0])
-    lengths = q_lengths, q_lengths if masks[0] is masks[1] else masked_lengths(masks[1])
-    queries, keys = (
-        _sorted_side(problem, *side, inv_bandwidth)
-        for side in zip((problem.query, problem.key), masks, lengths, strict=True)
-    )
-    return queries, keys
-
-
-def _sorted_side(
-    problem: Problem, x: Tensor, mask: Tensor | None, lengths: Tensor | None, inv_bandwidth: Tensor
-) -> SortedSide:
-    """Tokens, (batch, N, m), in rank order and in the unit of the temperature; the scales of κ."""
-    in_spreads = problem.options.temperature_unit == "spread"
-    points, order, _ = rank_points(x, problem.slices, mask, lengths, problem.scale, in_spreads)
-    arguments = points, lengths, inv_bandwidth, problem.options.metric, _fp32_rows(problem)
-    if problem.options.balance == "rows":
-        return SortedSide(points, order, lengths, row_scales(*arguments), None)
-    scale = balanced_scales(*arguments)
-    return SortedSide(points, order, lengths, scale, scale)
+    k_lengths = q_lengths if masks[0] is masks[1] else masked_lengths(masks[1])
+    options = problem.options
+    balanced = options.balance == "both"
+    q_points, q_order, _, q_scale, k_points, k_order, _, k_scale, mid_scale = sort_sides(
+        problem.query, problem.key, problem.slices, *masks, q_lengths, k_lengths, inv_bandwidth,
+        inv_bandwidth, problem.scale, options.temperature_unit == "spread", balanced, one_to_one,
+        options.metric, _fp32_rows(problem),
+    )  # fmt: skip
+    queries = SortedSide(q_points, q_order, q_lengths, q_scale, q_scale if balanced else None)
+    keys = SortedSide(k_points, k_order, k_lengths, k_scale, k_scale if balanced else None)
+    return queries, keys, mid_scale
 
 
 def _slice_weights(

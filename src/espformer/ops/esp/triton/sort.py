@@ -492,7 +492,6 @@ class Words:
         return {"BITS": self.bits, "INFINITY": self.infinity}
 
 
-@once
 def blocks_of_tokens(tokens: int, width: int) -> int:
     """At most so many blocks of tokens are packed, or projected, for one head."""
     return _pack_config(width, power_of_2(max(1, tokens)), projected=True)[0]
