@@ -21,9 +21,10 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 T = TypeVar("T", bound=Callable[..., Any])
+Shape = tuple[int, ...]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-MOST_SHAPES = 4096  # of calls that are remembered, for each function of a shape
+MOST_SHAPES = 512  # that every function of shapes remembers
 
 # Versions whose `CompiledKernel.run` takes the arguments that `Launch` gives it, and whose NVIDIA
 # backend compiles for nothing else of a tensor than its dtype and whether 16 divides its address.

@@ -71,7 +71,7 @@ from torch import Tensor
 
 from espformer.ops.common.autograd import refuse_double_backward, without_autocast
 from espformer.ops.common.custom_op import operator
-from espformer.ops.common.launch import Launch, ceil_div, once, power_of_2
+from espformer.ops.common.launch import Launch, Shape, ceil_div, once, power_of_2
 from espformer.ops.common.masks import zero_padding
 
 __all__ = ["output", "sinkhorn_backward", "sinkhorn_forward", "supported"]
@@ -504,7 +504,8 @@ def _tiled(
 
 
 @once
-def _delta_launch(heads: int, tokens: int, width: int) -> Launch:
+def _delta_launch(shape: Shape) -> Launch:
+    heads, tokens, width = shape
     block = max(SMALLEST, power_of_2(width))
     rows = max(1, 4096 // block)
     grid = (ceil_div(tokens, rows) * heads,)
@@ -512,9 +513,8 @@ def _delta_launch(heads: int, tokens: int, width: int) -> Launch:
 
 
 @once
-def _factors_launch(
-    count: int, heads: int, tokens: int, updates: int, of_queries: bool, halves: bool
-) -> Launch:
+def _factors_launch(shape: Shape, updates: int, of_queries: bool, halves: bool) -> Launch:
+    count, heads, tokens = shape
     return Launch(
         factors_kernel, (heads,), heads=heads, N=tokens, last=count - 1, updates=updates,
         OF_QUERIES=of_queries, SPLIT=halves, RANK=rank_of(updates, halves),
@@ -577,7 +577,7 @@ class Sides:
 
     def delta(self, upstream: Tensor, output: Tensor, out: Tensor) -> None:
         """``upstream · output`` of every query."""
-        _delta_launch(*output.shape)(upstream, output, out)
+        _delta_launch(output.shape)(upstream, output, out)
 
     def pull(
         self, to_queries: bool, mine: Tensor, theirs: Tensor, grad: Tensor, direct: Tensor | None,
@@ -606,7 +606,7 @@ class Sides:
         rank = rank_of(updates, self.halves)
         dtype = SPLIT_DTYPE if self.halves else torch.float32
         found = potentials.new_empty(*potentials.shape[1:], rank, dtype=dtype)
-        launch = _factors_launch(*potentials.shape, updates, of_queries, self.halves)
+        launch = _factors_launch(potentials.shape, updates, of_queries, self.halves)
         launch(potentials, grads, log_ratio, found, change)
         return found
 

@@ -61,6 +61,7 @@ def strided(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         "balanced_scales",
         "norm_costs",
         "centre_rows",
+        "centred_costs",
     ],
 )
 def test_soft_operators(name: str) -> None:
@@ -84,6 +85,21 @@ def test_soft_operators(name: str) -> None:
         "cross_plans": (soft_plan.cross_plans, (rows, numbers(1, 6, 4), *plan())),
         "row_scales": (row_scales, (points, lengths, width, "absolute", True)),
         "balanced_scales": (balanced_scales, (points, lengths, width, "absolute", True)),
+        "centred_costs": (
+            costs.centred_costs,
+            (
+                *two_sides,
+                numbers(1, 4),
+                None,
+                None,
+                *(order, scale, None, points) * 2,
+                width,
+                width,
+                0.5,
+                "absolute",
+                True,
+            ),
+        ),
         "centre_rows": (costs.centre_rows, (rows, numbers(1, 4), None, 0.5)),
         "norm_costs": (
             costs.norm_costs,

@@ -19,7 +19,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from espformer.ops.common.launch import ceil_div, power_of_2
+from espformer.ops.common.launch import Shape, ceil_div, power_of_2
 from espformer.ops.esp.triton.primitives import (
     exp2_minus_square,
     gap_unit,
@@ -204,12 +204,12 @@ def dense_norm_costs_grad_kernel(
             tl.store(d_square_ptr + at + token, d_square, mask=inside)
 
 
-def fits(shape: tuple[int, ...], metric: str) -> bool:
+def fits(shape: Shape, metric: str) -> bool:
     """Whether columns of so many points are summed here."""
     return metric == "squared" and shape[-1] <= MOST_RANKS
 
 
-def config(shape: tuple[int, ...]) -> dict[str, Any]:
+def config(shape: Shape) -> dict[str, Any]:
     """Arguments of these kernels."""
     _, slices, ranks = shape
     return {

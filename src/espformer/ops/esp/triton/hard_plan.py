@@ -19,7 +19,7 @@ from torch import Tensor
 
 from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
-from espformer.ops.common.launch import Launch, ceil_div, once, power_of_2, width_arguments
+from espformer.ops.common.launch import Launch, Shape, ceil_div, once, power_of_2, width_arguments
 from espformer.ops.esp.problem import Problem
 from espformer.ops.esp.triton.primitives import program_rows
 from espformer.ops.esp.triton.ranking import masked_lengths, rank_points
@@ -116,16 +116,16 @@ def _tiles(batch: int, tokens: int, width: int, bytes_each: int) -> tuple[int, d
 
 
 @once
-def _gather_launch(batch: int, slices: int, tokens: int, width: int, bytes_each: int) -> Launch:
+def _gather_launch(shape: Shape, width: int, bytes_each: int) -> Launch:
+    batch, slices, tokens = shape
     blocks, config = _tiles(batch, tokens, width, bytes_each)
     return Launch(gather_kernel, (batch * blocks,), N=tokens, L=slices, BLOCKS=blocks, **config)
 
 
 @once
-def _pair_launch(
-    batch: int, slices: int, tokens: int, width: int, bytes_each: int, distance: bool
-) -> tuple[int, Launch]:
+def _pair_launch(shape: Shape, width: int, bytes_each: int, distance: bool) -> tuple[int, Launch]:
     """How many partial sums there are of every slice, and what makes them."""
+    batch, slices, tokens = shape
     blocks, config = _tiles(batch, tokens, width, bytes_each)
     return blocks, Launch(
         pair_kernel, (batch * blocks,), N=tokens, L=slices, BLOCKS=blocks, DISTANCE=distance,
@@ -143,12 +143,12 @@ def _compose_launch(rows: int, tokens: int) -> Launch:
 def gather_sum(x: Tensor, index: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """``Σ_l weight_l x[index[l, i]]``: x (batch, N, d), index (batch, L, N), weight (batch, L)."""
     out = torch.empty_like(x, dtype=dtype)
-    _gather_launch(*index.shape, x.shape[-1], x.element_size())(x, index, weight, out)
+    _gather_launch(index.shape, x.shape[-1], x.element_size())(x, index, weight, out)
     return out
 
 
 def _gather_pairs(x: Tensor, y: Tensor, index: Tensor, distance: bool) -> Tensor:
-    blocks, launch = _pair_launch(*index.shape, x.shape[-1], x.element_size(), distance)
+    blocks, launch = _pair_launch(index.shape, x.shape[-1], x.element_size(), distance)
     partial = torch.empty(*index.shape[:2], blocks, device=x.device, dtype=torch.float32)
     launch(x, y, index, partial)
     return partial.sum(-1)

@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from espformer.ops.common.launch import Launch, ceil_div, once, power_of_2, width_arguments
+from espformer.ops.common.launch import Launch, Shape, ceil_div, once, power_of_2, width_arguments
 from espformer.ops.esp.triton.plan import Plan
 from espformer.ops.esp.triton.primitives import COUNTS, INTERPRETED, LOG2E, exp2
 
@@ -449,7 +449,7 @@ def narrow_grad_kernel(
 
 
 def fits(
-    shape: tuple[int, int, int], width: int, dtype: torch.dtype, metric: str,
+    shape: Shape, width: int, dtype: torch.dtype, metric: str,
     with_inv_bandwidth: bool = False,
 ) -> bool:  # fmt: skip
     """Whether recurrences cost less: narrow rows of 16 bits, many slices, one real pole.

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import Operator, operator
-from espformer.ops.common.launch import Launch, once, power_of_2
+from espformer.ops.common.launch import Launch, Shape, once, power_of_2
 from espformer.ops.esp.balancing import chebyshev_exponents
 from espformer.ops.esp.triton import dense_columns
 from espformer.ops.esp.triton.primitives import exponential_table, operands, rotation
@@ -323,7 +323,7 @@ def column_kernel(
     )  # fmt: skip
 
 
-def column_config(shape: tuple[int, ...], metric: str, fp32_rows: bool) -> dict[str, Any]:
+def column_config(shape: Shape, metric: str, fp32_rows: bool) -> dict[str, Any]:
     """Arguments of the kernels that scan along the ranks: sizes, and the table of κ."""
     table = exponential_table(metric, fp32_rows)
     numbers = tuple(
@@ -342,7 +342,7 @@ def column_config(shape: tuple[int, ...], metric: str, fp32_rows: bool) -> dict[
 
 
 @once
-def columns(shape: tuple[int, ...], metric: str, fp32_rows: bool) -> Launch:
+def columns(shape: Shape, metric: str, fp32_rows: bool) -> Launch:
     """Normalisers or a slope of every slice of points, by scans or by whole rows of κ."""
     grid = (shape[0] * shape[1],)
     if dense_columns.fits(shape, metric):
@@ -351,9 +351,7 @@ def columns(shape: tuple[int, ...], metric: str, fp32_rows: bool) -> Launch:
 
 
 @once
-def _balance(
-    shape: tuple[int, ...], metric: str, fp32_rows: bool, exponents: tuple[float, ...]
-) -> Launch:
+def _balance(shape: Shape, metric: str, fp32_rows: bool, exponents: tuple[float, ...]) -> Launch:
     return Launch(
         balance_kernel, (shape[0] * shape[1],), EXPONENTS=exponents, STEPS=len(exponents),
         **column_config(shape, metric, fp32_rows),

@@ -128,14 +128,14 @@ def sort_sides_backward(
     """
     if d_mid_scale is not None:
         met = d_mid_scale * other_scale
-        d_scale = met if d_scale is None else d_scale + met
+        d_scale = met if d_scale is None else met.add_(d_scale)
     d_inv_bandwidth = None
     if d_scale is not None:
         backward = balanced_scales_backward if balanced else row_scales_backward
         slope = backward.inside(d_scale, scales, points, inv_bandwidth, metric, fp32_rows)
         if with_inv_bandwidth:
             d_inv_bandwidth = bandwidth_gradient(slope, points, inv_bandwidth)
-        d_points = slope if d_points is None else d_points + slope
+        d_points = slope if d_points is None else slope.add_(d_points)
     elif d_points is None:
         d_points = torch.zeros_like(points)
     if d_inv_bandwidth is None:
@@ -240,7 +240,6 @@ class Plan(NamedTuple):
         return Plan(*flat)
 
 
-PLAN_FIELDS = Plan._fields
 # As in the schema of an operator.
 PLAN_SCHEMA = (
     "Tensor query_points, Tensor key_points, Tensor query_order, Tensor key_order, "

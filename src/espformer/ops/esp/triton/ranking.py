@@ -33,7 +33,7 @@ from torch import Tensor
 
 from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
-from espformer.ops.common.launch import Launch, ceil_div, once, power_of_2, width_arguments
+from espformer.ops.common.launch import Launch, Shape, ceil_div, once, power_of_2, width_arguments
 from espformer.ops.esp.triton.sort import LEAST_SHARE, LEAST_SIZE, sort_points, spread_of
 
 
@@ -162,12 +162,12 @@ def _row_launch(kernel: Any, batch: int, slices: int, ranks: int, **constants: A
 
 
 @once
-def _spreads(shape: tuple[int, int, int]) -> Launch:
+def _spreads(shape: Shape) -> Launch:
     return _row_launch(spread_kernel, *shape, LEAST_SIZE=LEAST_SIZE, LEAST_SHARE=LEAST_SHARE)
 
 
 @once
-def _point_grads(shape: tuple[int, int, int], scale: float, tokens_first: bool) -> Launch:
+def _point_grads(shape: Shape, scale: float, tokens_first: bool) -> Launch:
     return _row_launch(point_grad_kernel, *shape, scale=scale, TOKENS_FIRST=tokens_first)
 
 

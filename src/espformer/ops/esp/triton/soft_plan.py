@@ -42,15 +42,14 @@ from torch import Tensor
 
 from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
-from espformer.ops.common.launch import Launch, once
+from espformer.ops.common.launch import Launch, Shape, once
 from espformer.ops.esp import linear
 from espformer.ops.esp.coupling import Coupling, couple
 from espformer.ops.esp.problem import Problem
 from espformer.ops.esp.triton import narrow_plan
-from espformer.ops.esp.triton.costs import centre_rows, norm_costs
+from espformer.ops.esp.triton.costs import centred_costs
 from espformer.ops.esp.triton.narrow_plan import NarrowPlanKernels
 from espformer.ops.esp.triton.plan import (
-    PLAN_FIELDS,
     PLAN_SCHEMA,
     Group,
     Plan,
@@ -328,18 +327,15 @@ class PlanGradients(NamedTuple):
     def new(cls, plan: Plan, weight: bool, inv_bandwidth: bool, scales: bool) -> PlanGradients:
         """Room for those that are asked for; `scales` are `key_scale` and `query_scale`."""
 
-        def room(shape: torch.Size, wanted: bool = True) -> Any:
-            return plan.key_points.new_empty(shape) if wanted else None
-
-        ranks = plan.key_points.shape
+        like, ranks = plan.key_points, plan.key_points.shape
         return cls(
-            weight=room(ranks[:2], weight),
-            inv_bandwidth=room(ranks[:2], inv_bandwidth),
-            query_points=room(ranks),
-            key_points=room(ranks),
-            mid_scale=room(ranks),
-            key_scale=room(ranks, scales and plan.key_scale is not None),
-            query_scale=room(ranks, scales and plan.query_scale is not None),
+            like.new_empty(ranks[:2]) if weight else None,
+            like.new_empty(ranks[:2]) if inv_bandwidth else None,
+            like.new_empty(ranks),
+            like.new_empty(ranks),
+            like.new_empty(ranks),
+            like.new_empty(ranks) if scales and plan.key_scale is not None else None,
+            like.new_empty(ranks) if scales and plan.query_scale is not None else None,
         )
 
     def part(self, group: Group | None) -> PlanGradients:
@@ -359,8 +355,10 @@ class PlanGradients(NamedTuple):
     def of_plan(self) -> tuple[Tensor | None, ...]:
         """In the order of the fields of a plan."""
         inv_bandwidth = None if self.inv_bandwidth is None else self.inv_bandwidth.sum(-1)
-        found = self._asdict() | {"inv_bandwidth": inv_bandwidth}
-        return tuple(map(found.get, PLAN_FIELDS))
+        return (
+            self.query_points, self.key_points, None, None, inv_bandwidth, self.mid_scale,
+            self.key_scale, self.query_scale, None,
+        )  # fmt: skip
 
 
 class PlanKernels:
@@ -504,7 +502,7 @@ Kernels = PlanKernels | NarrowPlanKernels
 
 @once
 def _grouped(
-    shape: tuple[int, int, int], width: int, dtype: torch.dtype, metric: str, backward: bool,
+    shape: Shape, width: int, dtype: torch.dtype, metric: str, backward: bool,
     with_inv_bandwidth: bool, deterministic: bool, scratch: int,
 ) -> tuple[type[Kernels], list[Group | None]]:  # fmt: skip
     """Which kernels apply plans of (batch, slices, ranks), and to which parts of them at once.
@@ -602,7 +600,8 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     out = value.new_empty(value.shape[0], queries, value.shape[-1])
     plan = Plan(*flat)
-    chunks = Chunks(*plan.key_points.shape, plan.metric, value.dtype)  # sizes may be symbols
+    batch, slices, ranks = plan.key_points.shape
+    chunks = Chunks(batch, slices, ranks, plan.metric, value.dtype)  # `of` would ask for numbers
     rows = chunks.state_rows(ties=True) if keep_states else 0
     if rows == 0:
         return out, value.new_empty(0), value.new_empty(0)
@@ -618,8 +617,7 @@ def keeps_states(value: Tensor, plan: Plan) -> bool:
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
-    tensors = (value, *plan.tensors())
-    if not any(x is not None and x.requires_grad for x in tensors):
+    if not any(x is not None and x.requires_grad for x in (value, *plan.tensors())):
         return False
     kind, groups = _grouping(value, plan, backward=True)
     return kind is PlanKernels and groups == [None]
@@ -694,11 +692,10 @@ def _gradients(
     with_upstream: bool, tensors: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor, PlanGradients]:  # fmt: skip
     """dV, the gradient of `upstream`, and those of the plan that autograd asks for."""
-    plan_needs = ctx.needs_input_grad[-len(PLAN_FIELDS) :]
-    needs = dict(zip(PLAN_FIELDS, plan_needs, strict=True))
+    needs = Plan(*ctx.needs_input_grad[-len(Plan._fields) :])
     d_value, d_upstream, *found = plans_backward(
-        upstream, weight, value, *states, with_upstream,
-        needs["key_scale"] or needs["query_scale"], needs["inv_bandwidth"], *tensors, ctx.metric,
+        upstream, weight, value, *states, with_upstream, needs.key_scale or needs.query_scale,
+        needs.inv_bandwidth, *tensors, ctx.metric,
     )  # fmt: skip
     return d_value, d_upstream, PlanGradients.unflatten(found)
 
@@ -744,7 +741,9 @@ cross_plans.register_autograd(_cross_backward, setup_context=_cross_setup)
 def attend(problem: Problem, value: Tensor) -> Tensor:
     """``N · G V``; all NaN in a head that holds one."""
     batch, metric = value.shape[0], problem.options.metric
-    inv_bandwidth = problem.inv_bandwidth(batch).expand(batch).contiguous()
+    inv_bandwidth = problem.inv_bandwidth(batch)
+    if inv_bandwidth.shape[0] != batch:
+        inv_bandwidth = inv_bandwidth.expand(batch).contiguous()
     one_to_one = linear.same_lengths(problem)
     queries, keys, mid_scale = _sorted_sides(problem, inv_bandwidth, one_to_one)
     coupling = None
@@ -791,16 +790,16 @@ def _slice_weights(
     batch, slices, tokens = queries.points.shape
     costs = None
     if problem.options.inverse_temperature:
-        centre = problem.centre().squeeze(-2)
-        query, key = problem.query, problem.key
-        both = torch.promote_types(query.dtype, key.dtype)
-        q, q_squares = centre_rows(query.to(both), centre, problem.query_mask, problem.scale)
-        k, k_squares = centre_rows(key.to(both), centre, problem.key_mask, problem.scale)
+        both = torch.promote_types(problem.query.dtype, problem.key.dtype)
         back = None
         if coupling is not None:
             back = Coupling(coupling.columns, coupling.rows, coupling.weights, keys.order.shape[-1])
-        norms = _norm_costs(problem, q_squares, queries, keys, plan, coupling)
-        norms = norms + _norm_costs(problem, k_squares, keys, queries, plan, back)
+        q, k, _, _, norms = centred_costs(
+            problem.query.to(both), problem.key.to(both), problem.centre().squeeze(-2),
+            problem.query_mask, problem.key_mask, *_norm_side(queries, keys, coupling),
+            *_norm_side(keys, queries, back), plan.inv_bandwidth, plan.inv_bandwidth,
+            problem.scale, plan.metric, _fp32_rows(problem),
+        )  # fmt: skip
         costs = torch.sub(norms, cross_plans(q, k, *plan), alpha=2)
         if queries.lengths is None:
             costs = costs / max(1, tokens)
@@ -812,16 +811,11 @@ def _slice_weights(
     return weights
 
 
-def _norm_costs(
-    problem: Problem, squares: Tensor, side: SortedSide, other: SortedSide, plan: Plan,
-    coupling: Coupling | None,
-) -> Tensor:  # fmt: skip
-    """Squared norms of a side, each times ``Sᵀ T S' 1``, which its token gives away: (batch, L)."""
+def _norm_side(
+    side: SortedSide, other: SortedSide, coupling: Coupling | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """What squared norms of a side are summed with: each gives ``Sᵀ T S' 1`` of its token away."""
     out_scale = side.out_scale
     if coupling is not None:  # a rank of the other side takes one, or nothing if it is padding
         out_scale = out_scale * coupling(other.present().unsqueeze(-1)).squeeze(-1)
-    costs: Tensor = norm_costs(
-        squares, side.order, out_scale, side.in_scale, side.points, plan.inv_bandwidth,
-        plan.metric, _fp32_rows(problem),
-    )  # fmt: skip
-    return costs
+    return side.order, out_scale, side.in_scale, side.points

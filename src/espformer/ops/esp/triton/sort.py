@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espformer.ops.common.custom_op import operator
-from espformer.ops.common.launch import Launch, ceil_div, once, power_of_2, width_arguments
+from espformer.ops.common.launch import Launch, Shape, ceil_div, once, power_of_2, width_arguments
 
 MOST_TOKENS = 1 << 16  # whose index has 16 bits
 # Words that one warp sorts, or merges; more warps would have to hand words to each other.
@@ -513,9 +513,9 @@ class Sides:
     """The shape of what is sorted: one or two tensors of tokens on some slices."""
 
     sides: int
-    shape: tuple[int, int, int]  # (batch, N, m) of tokens
+    shape: Shape  # (batch, N, m) of tokens
     dtype: torch.dtype
-    slices: tuple[int, int, int] | None  # (batch or 1, L, m); None means the axes
+    slices: Shape | None  # (batch or 1, L, m); None means the axes
     masked: bool
     scale: float
 

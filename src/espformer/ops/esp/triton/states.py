@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from espformer.ops.common.launch import Launch, ceil_div, once, power_of_2, width_arguments
+from espformer.ops.common.launch import Launch, Shape, ceil_div, once, power_of_2, width_arguments
 from espformer.ops.esp.triton.plan import Plan
 from espformer.ops.esp.triton.primitives import (
     COUNTS,
@@ -412,9 +412,10 @@ class Chunks:
 
     @staticmethod
     @once
-    def of(shape: tuple[int, int, int], metric: str, dtype: torch.dtype) -> Chunks:
+    def of(shape: Shape, metric: str, dtype: torch.dtype) -> Chunks:
         """Of plans whose points are (batch, slices, ranks), on rows of this dtype."""
-        return Chunks(*shape, metric, dtype)
+        batch, slices, ranks = shape
+        return Chunks(batch, slices, ranks, metric, dtype)
 
     @functools.cached_property
     def span(self) -> int:
