@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import espformer
-from espformer.ops.esp.triton import costs, hard_plan, ranking, soft_plan, sort, states
+from espformer.ops.esp.triton import costs, hard_plan, soft_plan, sort, states
 from espformer.ops.esp.triton.normalise import balanced_scales, row_scales
 from espformer.ops.esp.triton.plan import sort_sides
 
@@ -124,7 +124,7 @@ def test_hard_operators(name: str) -> None:
         "apply_matching": (hard_plan.apply_matching, (rows, weight, order)),
         "cross_matching": (hard_plan.cross_matching, (rows.detach(), numbers(1, 6, 4), order)),
         "matching_costs": (hard_plan.matching_costs, (rows, numbers(1, 6, 4), order)),
-        "rank_points": (ranking.rank_points, (half, slices, None, None, 0.5, True)),
+        "rank_points": (sort.rank_points, (half, slices, None, None, 0.5, True)),
         "match_points": (sort.match_points, (half, half.detach().flip(1), None, None, 0.5)),
     }
     operator, arguments = calls[name]

@@ -22,8 +22,7 @@ from espformer.ops.common.custom_op import operator
 from espformer.ops.common.launch import Launch, Shape, ceil_div, once, power_of_2, width_arguments
 from espformer.ops.esp.problem import Problem
 from espformer.ops.esp.triton.primitives import program_rows
-from espformer.ops.esp.triton.ranking import masked_lengths, rank_points
-from espformer.ops.esp.triton.sort import match_points
+from espformer.ops.esp.triton.sort import masked_lengths, match_points, rank_points
 
 # Rows are read many times over, once for every slice. Where the rows of a head fit in the cache of
 # a multiprocessor, which is several times faster than the one that all share, a program takes so

@@ -33,7 +33,7 @@ from espformer.ops.esp.triton.normalise import (
     row_scales,
     row_scales_backward,
 )
-from espformer.ops.esp.triton.ranking import rank_points, unrank_points
+from espformer.ops.esp.triton.sort import rank_points, unrank_points
 
 Group = tuple[slice, slice]  # some heads, and some of their slices
 

@@ -78,7 +78,7 @@ from espformer.ops.esp.triton.primitives import (
     to_wide_range,
     transposed_product,
 )
-from espformer.ops.esp.triton.ranking import masked_lengths
+from espformer.ops.esp.triton.sort import masked_lengths
 from espformer.ops.esp.triton.states import Chunks, chunk_states
 
 States = tuple[Tensor | None, Tensor | None]  # of x for κ_k, and of W for κ_q
