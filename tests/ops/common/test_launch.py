@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,3 +195,18 @@ def test_wrong_numbers_of_tensors_are_refused(kernel: JITFunction[Any]) -> None:
     ours = Launch(kernel, (1,), **drawn_arguments(random.Random(0)))
     with pytest.raises(ValueError, match="zip"):
         ours(None, None)
+
+
+def test_calls_of_a_known_shape_do_not_pass_through_triton() -> None:
+    """Of attention as a whole; and it does not take more launches than it did."""
+    tool = Path(__file__).parents[3] / "tools" / "launch_cost.py"
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, tool, "--counts"], capture_output=True, text=True, env=environment
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert {name: counts["by Triton"] for name, counts in found.items()} == dict.fromkeys(found, 0)
+    launches = {name: counts["launches"] for name, counts in found.items()}
+    most = {"mean": 19, "costs": 40, "balanced": 21, "squared": 21, "hard, forward": 3}
+    assert launches == most | {"sinkhorn": 12}
