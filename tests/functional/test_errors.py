@@ -258,3 +258,19 @@ def test_the_interpreter_has_no_bfloat16(attention, monkeypatch: pytest.MonkeyPa
         attention(*[x.bfloat16()] * 3, backend="triton")
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=expected):
         attention(x, x, x.bfloat16(), backend="triton")
+
+
+def test_options_that_were_right_do_not_excuse_equal_ones_that_are_wrong() -> None:
+    """True equals 1.0, and options that were checked once are looked up."""
+    x = torch.randn(1, 1, 4, 2)
+    esp_attention(x, x, x, inverse_temperature=1.0)
+    with pytest.raises(TypeError, match="inverse_temperature must be a number, got True"):
+        esp_attention(x, x, x, inverse_temperature=True)
+
+
+def test_the_default_scale_follows_the_width() -> None:
+    """Heads of another width have another one, though their options are the same."""
+    for width in (2, 8):
+        x = torch.randn(1, 1, 4, width)
+        expected = esp_attention(x, x, x, temperature_unit="absolute", scale=width**-0.5)
+        assert torch.equal(esp_attention(x, x, x, temperature_unit="absolute"), expected)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 from dataclasses import replace
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -30,8 +32,8 @@ def make_problem(
     is_causal: bool = False,
 ) -> tuple[Problem, torch.Size]:
     """The arguments as a checked :class:`Problem`, and the leading dimensions of the call."""
-    chosen = check_options(name, options)
     lead = _check_tokens(name, query, key, value)
+    chosen = _chosen(name, options, query.shape[-1])
     key_mask = _padding_only(name, attn_mask, is_causal, key, key_mask)
     query_mask, key_mask = resolve_masks(name, query, key, query_mask, key_mask)
     same_mask = query_mask is key_mask
@@ -54,13 +56,33 @@ def make_problem(
         name, "sort_temperature", chosen.sort_temperature, q.device, dtype, lead,
         "for one temperature per head its shape is (heads,)",
     )  # fmt: skip
-    chosen = replace(
-        chosen,
-        sort_temperature=temperature,
-        scale=query.shape[-1] ** -0.5 if chosen.scale is None else chosen.scale,
-    )
+    if isinstance(temperature, Tensor):
+        chosen = replace(chosen, sort_temperature=temperature)
     logits = _slice_logits(name, slice_logits, count, q.device, dtype, lead)
     return Problem(q, k, chosen, theta, logits, query_rows, key_rows, keep), lead
+
+
+def _chosen(name: str, options: Options, width: int) -> ESPOptions:
+    """The checked options, with the scale of heads of this width; the same ones are looked up."""
+    learnt = isinstance(options.get("sort_temperature"), Tensor)
+    if type(width) is int and not (learnt or torch.compiler.is_compiling()):  # not while tracing
+        try:
+            return _looked_up(name, width, **options)
+        except TypeError:  # a value that cannot be looked up, or a wrong one, which is said below
+            pass
+    return _with_scale(check_options(name, options), width)
+
+
+@functools.lru_cache(256, typed=True)
+def _looked_up(name: str, width: int, **options: Unpack[Options]) -> ESPOptions:
+    return _with_scale(check_options(name, options), width)
+
+
+def _with_scale(chosen: ESPOptions, width: int) -> ESPOptions:
+    t = chosen.sort_temperature
+    t = t if isinstance(t, Tensor) else float(t)
+    scale = width**-0.5 if chosen.scale is None else chosen.scale
+    return replace(chosen, sort_temperature=t, scale=scale)
 
 
 def check_options(name: str, options: Options) -> ESPOptions:

@@ -177,9 +177,12 @@ def esp_plan(
 
 def _run(module: ModuleType, problem: Problem, compute: Callable[[Any, Problem], Tensor]) -> Tensor:
     """The output of a backend: soft, hard, or a mix of both with the gradient of the soft one."""
-    out = straight_through(
-        problem.options, lambda options: compute(module, replace(problem, options=options))
-    )
+    given = problem.options
+
+    def with_options(options: ESPOptions) -> Tensor:
+        return compute(module, problem if options is given else replace(problem, options=options))
+
+    out = straight_through(given, with_options)
     if module in (linear, reference):  # the kernels add the marker to the slice weights
         out = zero_padding(out + problem.nonfinite_marker().view(-1, 1, 1), problem.query_mask)
     return out

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
+UNCHANGED: AbstractContextManager[None] = nullcontext()
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Turns autocast off: operators choose their own dtypes, forward and backward."""
-    known = torch.amp.is_autocast_available(device.type)  # not for "meta"
-    if known and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    kind = device.type
+    known = kind in ("cuda", "cpu") or torch.amp.is_autocast_available(kind)  # not for "meta"
+    if known and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return UNCHANGED
 
 
 class _Refusal(torch.autograd.Function):
@@ -49,12 +51,13 @@ def refuse_double_backward(name: str, instead: str = "dense") -> Callable[[Backw
     def decorate(backward: Backward) -> Backward:
         @wraps(backward)
         def wrapped(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-            devices = (x.device for x in grads if x is not None)
-            device = next(devices, torch.device("cpu"))  # all gradients may be None
-            with torch.no_grad(), without_autocast(device):
-                results = backward(ctx, *grads)
+            defined = next((x for x in grads if x is not None), None)
+            plain = UNCHANGED if defined is None else without_autocast(defined.device)
             if not torch.is_grad_enabled():
-                return results  # without reading saved tensors again: checkpointing recomputes them
+                with plain:  # saved tensors are read once: checkpointing recomputes them
+                    return backward(ctx, *grads)
+            with torch.no_grad(), plain:
+                results = backward(ctx, *grads)
             # With create_graph=True the gradients would look like constants, and second
             # derivatives would silently be zero. So tie them to the tensors they depend on.
             causes = [x for x in (*ctx.saved_tensors, *grads) if x is not None and x.requires_grad]

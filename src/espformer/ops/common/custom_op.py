@@ -18,11 +18,11 @@ def _launchable(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def launch(*args: Any) -> Any:
-        args = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)
-        device = next(x.device for x in args if isinstance(x, Tensor))
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
+        args = tuple([x.contiguous() if isinstance(x, Tensor) else x for x in args])
+        index = next(x for x in args if isinstance(x, Tensor)).get_device()  # -1 is a CPU
+        if index < 0 or index == torch.cuda.current_device():
             return function(*args)
-        with torch.cuda.device(device):
+        with torch.cuda.device(index):
             return function(*args)
 
     return launch
@@ -39,10 +39,11 @@ class Operator:
 
     def __init__(self, name: str, function: Callable[..., Any], schema: str | None) -> None:
         self.name = name.split("::")[-1]
-        self.function = function = _launchable(function)
+        self.inside = function  # for the functions of other operators, which did what is needed
+        self.function = _launchable(function)
         if schema is None:
-            plain = function.__wrapped__  # type: ignore[attr-defined]
-            schema = torch.library.infer_schema(plain, mutates_args=())
+            schema = torch.library.infer_schema(function, mutates_args=())
+        function = self.function
         self.custom = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
         self.with_gradient: Any = None
         self.__doc__ = function.__doc__
@@ -66,15 +67,21 @@ class Operator:
         self.with_gradient = type(self.name, (torch.autograd.Function,), members)
 
     def __call__(self, *args: Any) -> Any:
-        tensors = [x for x in args if isinstance(x, Tensor)]
-        if torch.compiler.is_compiling() or any(type(x) not in PLAIN for x in tensors):
+        if torch.compiler.is_compiling():
             return self.custom(*args)
-        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        wanted = False
+        for x in args:
+            if isinstance(x, Tensor):
+                if type(x) not in PLAIN:
+                    return self.custom(*args)
+                wanted = wanted or x.requires_grad
+        if self.with_gradient is None:
+            return self.function(*args)
+        wanted = wanted and torch.is_grad_enabled()
         if forward_ad._current_level >= 0:  # let the autograd function raise torch's own error
+            tensors = [x for x in args if isinstance(x, Tensor)]
             wanted = wanted or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
-        if wanted and self.with_gradient is not None:
-            return self.with_gradient.apply(*args)
-        return self.function(*args)
+        return (self.with_gradient.apply if wanted else self.function)(*args)
 
 
 def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Operator]:
