@@ -130,7 +130,8 @@ def make_experiment(
     if task not in TASKS:
         raise ConfigError(f"--task {task}: {nearest(task, TASKS)}")
     name = Path(model.rstrip("/")).name
-    recipe = f"finetune-{name}-{task}"
+    calibrated = calibration_steps is not None
+    recipe = f"finetune-{name}-{task}{'-calibrated' if calibrated else ''}"
     origins = Origins("the command line")
     common = {
         "recipe": recipe,
@@ -170,7 +171,8 @@ def make_experiment(
             made[label, _setting(rate)] = parse(FinetuneRun, common | own, origins)
     return Experiment(
         name=recipe,
-        title=f"Fine-tuning {name} on {task}: other attentions in a model trained with softmax",
+        title=f"Fine-tuning {name} on {task}: other attentions in a model trained with softmax"
+        + (", calibrated first" if calibrated else ""),
         task="classification",
         paper=None,
         default_mechanism=next(iter(attentions)),

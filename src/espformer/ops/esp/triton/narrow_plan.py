@@ -28,7 +28,7 @@ point stays the same, so does the sum.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 MOST_WIDTH = 16
 LEAST_PAIRS = 4096  # slices of heads that are worked on at once: fewer leave the GPU idle
 SCRATCH_BYTES = 1 << 29
-UNROLL = 8  # ranks whose loads do not wait for each other
+# Ranks whose loads do not wait for each other, in the forward and in the backward, and registers
+# of the backward: a few spill, and 16 warps share a multiprocessor instead of 12.
+UNROLL, UNROLL_GRAD, REGISTERS_GRAD = 16, 8, 128
 LANES = 32
 
 
@@ -483,10 +485,13 @@ def _launch(
     block_d = power_of_2(width)
     together = LANES // block_d
     pairs = batch * slices
+    kernel: Any = narrow_apply_kernel
+    tuned: dict[str, int] = {"UNROLL": UNROLL}
+    if gradients:
+        kernel, tuned = narrow_grad_kernel, {"UNROLL": UNROLL_GRAD, "maxnreg": REGISTERS_GRAD}
     return Launch(
-        narrow_grad_kernel if gradients else narrow_apply_kernel, (ceil_div(pairs, together),),
-        PAIRS=pairs, N=ranks, KEYS=keys, QUERIES=queries,
-        L=slices, G=together, BLOCK_D=block_d, UNROLL=UNROLL, num_warps=1, **width_arguments(width),
+        kernel, (ceil_div(pairs, together),), PAIRS=pairs, N=ranks, KEYS=keys, QUERIES=queries,
+        L=slices, G=together, BLOCK_D=block_d, num_warps=1, **tuned, **width_arguments(width),
     )  # fmt: skip
 
 
