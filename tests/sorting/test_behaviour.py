@@ -279,7 +279,7 @@ def test_spearman_is_that_of_scipy():
     torch.testing.assert_close(sorting.spearman_loss(x, y, reduction="sum"), loss.sum())
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiles_as_a_whole(dynamic):
     def loss(x, values):
         rows = sorting.soft_sort(x, values, temperature=0.2, straight_through=True)
