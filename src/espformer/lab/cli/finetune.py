@@ -91,7 +91,7 @@ def finetune(
     """
     from espformer.lab.cli.display import print_results
     from espformer.lab.errors import ConfigError
-    from espformer.lab.results.collect import write_report
+    from espformer.lab.results.result_files import write_report
     from espformer.lab.training import processes
     from espformer.lab.training.experiments import Job
     from espformer.lab.training.finetuning import (

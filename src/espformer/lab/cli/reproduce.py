@@ -62,7 +62,7 @@ def reproduce(
     """
     from espformer.lab.cli.display import show_plan
     from espformer.lab.recipes.recipe import load_recipe
-    from espformer.lab.results.collect import beside_saved
+    from espformer.lab.results.result_files import beside_saved
     from espformer.lab.training.experiments import plan
 
     recipe = load_recipe(experiment)
@@ -95,7 +95,7 @@ def do_and_report(
     """
     from espformer.lab.machine import revision
     from espformer.lab.recipes.recipe import load_recipe
-    from espformer.lab.results.collect import write_report
+    from espformer.lab.results.result_files import write_report
     from espformer.lab.training.experiments import do_all
 
     # Runs use the code that is loaded now, whatever is committed while they train.
