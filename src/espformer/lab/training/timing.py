@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 ROUNDS = 5
-_SECONDS_OF_A_ROUND = 0.2
+SECONDS_OF_A_ROUND = 0.2
 # A forward without its backward, as a part of a training step.
 _EVALUATION = 1 / 3
 _PATIENCE_SECONDS = 0.5
@@ -151,7 +151,7 @@ def compare_with_softmax(run: TrainingRun, task: Task, device: torch.device) -> 
     for step in steps:
         for _ in range(cuda_graphs.WARM_UP + 2):
             step()
-        counts.append(max(1, int(_SECONDS_OF_A_ROUND / seconds_per_call(step, device))))
+        counts.append(max(1, int(SECONDS_OF_A_ROUND / seconds_per_call(step, device))))
     times = interleaved_seconds(steps, ROUNDS, device=device, warm_up=0, counts=counts)
     size = run.data.batch_size
     own, softmax = (size / seconds for seconds in times)
