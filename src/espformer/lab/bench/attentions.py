@@ -19,8 +19,6 @@ from espformer import functional
 from espformer.lab.bench.cases import PEER_FACTOR, TOLERANCES, Case
 from espformer.nn import Differential, Softmax
 
-__all__ = ["ESP", "OPERATORS", "SINKHORN", "Operator", "differential", "esp", "find", "parameters"]
-
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _SHARP: dict[str, Any] = {"metric": "squared", "sort_temperature": 1e-3}

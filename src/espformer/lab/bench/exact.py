@@ -16,8 +16,6 @@ from espformer import functional
 from espformer.lab.bench.attentions import ESP, SINKHORN, Attention, differential, esp
 from espformer.lab.bench.cases import Case
 
-__all__ = ["Oracle", "checked_heads", "results"]
-
 # Numbers of the largest float64 array that an oracle may make, and of a block of rows.
 LARGEST = {"cuda": 1 << 27, "cpu": 1 << 23}
 LONG = 1 << 15

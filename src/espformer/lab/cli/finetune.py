@@ -8,8 +8,6 @@ import typer
 from espformer.lab.cli.options import Jobs, Output, Save, ShowProgress, whole_numbers
 from espformer.lab.cli.reproduce import do_and_report
 
-__all__ = ["finetune"]
-
 
 def finetune(
     model: Annotated[

@@ -8,8 +8,6 @@ import typer
 from espformer.lab.cli.options import Output
 from espformer.ops.common.optional import how_to_install
 
-__all__ = ["plot"]
-
 SAVED = ("patch-size", "softness")  # drawn from a file of results
 FIGURES = ("plans", "runtime", *SAVED, "attention")
 FORMATS = ("png", "svg", "pdf")

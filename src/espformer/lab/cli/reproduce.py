@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from espformer.lab.training.experiments import Job
     from espformer.lab.training.processes import Launch
 
-__all__ = ["do_and_report", "recipes", "reproduce"]
-
 
 def reproduce(
     experiment: RecipeName,

@@ -17,8 +17,6 @@ import yaml
 
 from espformer.lab.errors import ConfigError, nearest
 
-__all__ = ["Origins", "Spec", "parse", "plain", "read_text", "read_yaml", "set_path"]
-
 T = TypeVar("T")
 KeyPath = tuple[str, ...]
 

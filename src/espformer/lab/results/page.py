@@ -29,8 +29,6 @@ from espformer.lab.results.paper_numbers import TABLES, Number
 from espformer.lab.results.result_files import Results, read_file
 from espformer.lab.results.result_tables import in_order, markdown
 
-__all__ = ["first_table", "paper_gap", "results_page"]
-
 Result = dict[str, Any]
 
 _INTRODUCTION = """\

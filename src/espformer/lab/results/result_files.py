@@ -22,16 +22,6 @@ from espformer.lab.training.checkpoints import read_checkpoint
 from espformer.lab.training.experiments import Job
 from espformer.lab.training.run_directory import differences, read_curves, read_results
 
-__all__ = [
-    "Results",
-    "beside_saved",
-    "collect",
-    "merge_files",
-    "read_file",
-    "save_file",
-    "write_report",
-]
-
 Result = dict[str, Any]
 
 

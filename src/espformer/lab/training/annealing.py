@@ -9,8 +9,6 @@ from espformer.lab.recipes.schema import Annealing, StraightThrough
 from espformer.lab.training.learner import Learner
 from espformer.nn import ESP, anneal, set_sort_temperature, set_straight_through
 
-__all__ = ["AnnealTemperature", "StraightThroughShare"]
-
 
 def _model(module: LightningModule) -> torch.nn.Module:
     assert isinstance(module, Learner)

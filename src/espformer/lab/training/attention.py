@@ -13,15 +13,6 @@ from espformer import esp_plan
 from espformer.lab.training.learner import Learner
 from espformer.nn import ESP
 
-__all__ = [
-    "AttentionStatistics",
-    "Call",
-    "attention_statistics",
-    "recorded_calls",
-    "slice_statistics",
-    "slice_weights",
-]
-
 Call = tuple[str, ESP, tuple[Any, ...]]
 """Name of a mechanism, the mechanism, and the queries, keys and masks that it was called with."""
 

@@ -26,15 +26,6 @@ from espformer.lab.training.learner import Classifier, Learner
 from espformer.lab.training.optimizers import make_optimizer
 from espformer.nn import Attention
 
-__all__ = [
-    "Estimate",
-    "Estimator",
-    "Throughput",
-    "compare_with_softmax",
-    "throughput_line",
-    "time_mechanism",
-]
-
 ROUNDS = 5
 SECONDS_OF_A_ROUND = 0.2
 # A forward without its backward, as a part of a training step.

@@ -53,8 +53,6 @@ from espformer.lab.training.timing import (
 )
 from espformer.nn import ESP, harden, soften
 
-__all__ = ["described", "execute", "make_trainer", "score_percent"]
-
 T = TypeVar("T")
 
 
