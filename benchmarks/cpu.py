@@ -1,8 +1,8 @@
 """ESP attention on the CPU, forward and backward: ``python -m benchmarks.cpu``.
 
-One table: how much faster the compiled kernels are than the operator in torch, and that one than
-the dense formula; what metrics, balance and threads make of it; how time grows with the number of
-tokens, how much memory long sequences take, and where softmax attention is passed.
+The table compares the compiled kernels with the operator in torch, and that operator with the dense
+formula. It shows the effect of metrics, balancing and threads, how time grows with the number of
+tokens, the memory of long sequences, and from which length on ESP is faster than softmax.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Setting:
 
 @cache
 def exact(setting: Setting) -> list[Tensor]:
-    """Output and gradients of the first heads in float64; heads know nothing of each other."""
+    """Output and gradients of the first heads in float64; heads are independent."""
     inputs = setting.inputs(torch.float64)
     few = [x.detach()[:, :CHECKED].requires_grad_() for x in inputs[:3]] + inputs[3:]
     oracle = "linear" if setting.tokens <= EXACT else "cpu"
@@ -101,8 +101,11 @@ def exact(setting: Setting) -> list[Tensor]:
 
 
 def upstream_of(out: Tensor) -> Tensor:
-    """A fixed one of the output; of one that hardly changed from token to token queries would get
-    small differences, of which float32 leaves four digits."""
+    """A fixed upstream gradient that varies from token to token.
+
+    With a nearly constant one, the gradients of queries would be small differences of large
+    numbers, with four correct digits in float32.
+    """
     period = torch.arange(1009, dtype=torch.float64).mul(0.7).sin().to(out.dtype)
     return period.repeat(-(-out.numel() // len(period)))[: out.numel()].view_as(out)
 
@@ -110,7 +113,7 @@ def upstream_of(out: Tensor) -> Tensor:
 def forward_backward(
     attention: Attention, inputs: Sequence[Tensor], upstream: Tensor | None = None
 ) -> list[Tensor]:
-    """The output and its gradients in queries, keys and values, for a fixed upstream one."""
+    """The output, and the gradients of queries, keys and values for a fixed upstream gradient."""
     tokens = inputs[:3]
     out = attention(*tokens)
     upstream = upstream_of(out) if upstream is None else upstream
@@ -220,7 +223,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def compile_kernels() -> None:
-    """Before any clock runs: kernels are compiled for a metric and a balance, short ones apart."""
+    """Compiles the kernels of every metric and balance before timing starts."""
     for metric, balance, tokens in product(METRICS, BALANCES, (16, 128)):
         setting = Setting(tokens, FEW_SLICES, metric=metric, balance=balance)
         setting.run("cpu", setting.inputs())

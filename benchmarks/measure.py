@@ -1,4 +1,4 @@
-"""What every benchmark needs: clocks, errors, conditions, and the one table that is printed."""
+"""Code that the benchmarks share: timers, errors, conditions and tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; every cell is text, ready to be read."""
+    """One line of the table; every cell is formatted text."""
 
     measurement: str
     tokens: int
@@ -44,30 +44,30 @@ class Row:
 
 
 def header(rows: Sequence[Any]) -> list[str]:
-    """The names of the columns: those of the fields of a row, a dataclass."""
+    """The names of the columns, from the fields of the row's dataclass."""
     return [field.name.replace("_", " ") for field in fields(rows[0])]
 
 
 def verdict(met: bool, error: float | None = None, tolerance: float = TOLERANCE) -> str:
-    """``ok`` when the target is met by a result that is right."""
-    right = error is None or error <= tolerance  # NaN is not right
+    """``ok`` if the target is met and the error is within the tolerance."""
+    right = error is None or error <= tolerance  # False for NaN
     return "ok" if met and right else "FAILED"
 
 
 class Company:
-    """How much of the machine other processes used meanwhile: times with company are no good."""
+    """How much CPU time other processes used meanwhile, which makes timings unreliable."""
 
     def __init__(self) -> None:
         self.start = self._now()
 
     @staticmethod
     def _now() -> tuple[float, float, float] | None:
-        """Seconds since some moment, of all busy cores, and of this process and its children."""
+        """Wall-clock seconds, busy seconds of all cores, and CPU seconds of this process."""
         stat = Path("/proc/stat")
         if not stat.exists():
             return None
         ticks = [int(x) for x in stat.read_text().split("\n", 1)[0].split()[1:9]]
-        busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # idle, waiting
+        busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # idle and I/O wait
         return time.monotonic(), busy, sum(os.times()[:4])
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class Company:
         return f"other processes used {max(busy - own, 0) / wall:.2f} cores on average"
 
 
-ENOUGH = 6.0  # seconds of all calls together, after which no further turn begins
+ENOUGH = 6.0  # seconds, over all calls, after which no further round starts
 
 
 def least_seconds(
@@ -87,11 +87,11 @@ def least_seconds(
     clock: Callable[[], float] = time.process_time,
     enough: float = ENOUGH,
 ) -> list[float]:
-    """The least time of every call, run in turn: `rounds` and one, or until `enough` has passed.
+    """The minimum time of each call, over ``rounds + 1`` rounds, or fewer once `enough` has passed.
 
-    The clock counts what this process computes: on one thread of a machine that nobody else uses
-    that is the time that passes, and while others do, long calls do not wait for them and short
-    ones not. A slow first turn matters only where calls are so long that it is the only one.
+    The calls take turns. By default the clock counts CPU time of this process, which other
+    processes on the machine hardly affect; on one idle thread it equals wall-clock time. The first
+    round, which may be slow, counts only if there is no other.
     """
     found = [float("inf")] * len(calls)
     began = clock()
@@ -106,7 +106,7 @@ def least_seconds(
 
 
 def conditions(module: str, **more: object) -> dict[str, str]:
-    """What must be known to make the numbers again."""
+    """The conditions needed to reproduce the numbers."""
     stated = machine(["python", "-m", module, *sys.argv[1:]], torch.device("cpu"))
     return stated | {key: str(value) for key, value in more.items()}
 

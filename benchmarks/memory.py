@@ -1,6 +1,6 @@
 """Peak memory of one forward and backward: ``python -m benchmarks.memory --help``.
 
-A process of its own, because a peak never falls: what ran before would count.
+It runs in a separate process, because a peak never falls: earlier work would count.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def resident_peak() -> float:
 
 
 def new_peak() -> float:
-    """Forgets the largest resident memory so far, where the system can, and gives the new one."""
+    """Resets the peak of resident memory, if the system supports it, and returns the new one."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return resident_peak()
@@ -69,8 +69,8 @@ def main() -> None:
         options.tokens, options.slices, options.width, options.metric, options.balance, options.seed
     )
     inputs = setting.inputs()
-    if options.backend == "cpu":  # the compiler takes memory, too, once for a machine
-        small = replace(setting, tokens=128)  # shorter ones have other kernels
+    if options.backend == "cpu":  # compile first: the compiler needs memory too, once per machine
+        small = replace(setting, tokens=128)  # even shorter sequences use other kernels
         small.run(options.backend, small.inputs())
     baseline = resident_peak()
     setting.run(options.backend, inputs)

@@ -3,10 +3,10 @@
 An encoder of the shape of all-MiniLM-L6-v2 (6 layers, width 384, 12 heads), one sequence at a time.
 The same file serves all lengths.
 
-A hard sort jumps where two tokens are nearly tied, and with thousands of pairs in a layer some
-always are: another rounding orders them the other way, in float64 as in another runtime. So the
-file is held to two standards: attention by itself gives the same numbers for the same queries and
-keys, and the whole model is no further from torch than torch in float32 is from torch in float64.
+A hard sort is discontinuous where two tokens are nearly tied. With thousands of pairs per layer
+some always are, and different rounding, in float64 or in another runtime, orders them differently.
+So the file must meet two criteria. Attention by itself gives the same numbers for the same queries
+and keys. The whole model differs from torch by no more than torch in float32 differs from float64.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def heads(batch: int, tokens: int) -> dict[str, Tensor]:
 
 
 def off(found: Tensor, wanted: Tensor) -> float:
-    """Root mean square of the difference, relative to that of what is wanted."""
+    """Root mean square of the difference, relative to that of the expected values."""
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 

@@ -1,10 +1,10 @@
 """Training steps on tweets, padded and packed: ``python -m benchmarks.packed_step``.
 
 The text classifier of the recipe `tweeteval` (6 blocks of 8 heads, 256 wide, bfloat16 by autocast
-on a GPU, Adam), on batches of real tweets: padded to the longest that the data set keeps, padded to
-the longest of the batch, and packed. All three take the same batches in turn; losses are compared.
-Where the tweets are not found, lengths are drawn (log-normal, median 20 tokens) and the table says
-so.
+on a GPU, Adam), on batches of real tweets: padded to the maximum length of the data set, padded to
+the longest tweet of the batch, and packed. All three take turns on the same batches, and their
+losses are compared. If the tweets are not found, lengths are drawn at random (log-normal, median 20
+tokens), and the table says so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOLERANCE = {"cuda": 2e-2, "cpu": 1e-4}
 
 @dataclass(frozen=True)
 class Row:
-    """What a training step takes in one way."""
+    """Time and memory of a training step with one kind of batches."""
 
     attention: str
     batch: int
@@ -70,7 +70,7 @@ def tweets(data_dir: str | None) -> tuple[Tensor, int, str]:
 def trainer(
     mechanism: Any, way: str, batches: list[Tensor], vocabulary: int, device: torch.device
 ) -> tuple[Callable[[], Tensor], Callable[[], None]]:
-    """The losses of the first batch, and a pass over all batches that learns."""
+    """The losses of the first batch, and a function that trains on all batches once."""
     torch.manual_seed(0)
     model = TextClassifier(vocabulary=vocabulary, mechanism=mechanism, packed=way == "packed")
     model.to(device)
@@ -122,7 +122,7 @@ def main() -> None:
             rows += measure(name, make, batches, vocabulary, device, options.rounds)
             times = ", ".join(f"{row.padding} {row.milliseconds}" for row in rows[-len(WAYS) :])
             print(f"{name}, {size} tweets a step, ms: {times}", flush=True)
-            if not options.no_save:  # what is measured is kept if the rest is interrupted
+            if not options.no_save:  # save now, in case the rest is interrupted
                 write_results(file_stem("packed-step", device), title, rows, stated)
     print_table(rows, stated)
     if any(row.failed for row in rows):

@@ -1,14 +1,15 @@
 """Differentiable sorts side by side, forward and backward: ``python -m benchmarks.sorting``.
 
-Three tasks: numbers in order, their ranks, and rows of eight values in the order of one number.
-Every method has a process of its own for each task and batch, with a limit of time and of memory,
-so that one that fails leaves the others alone, and its peak of memory is its own; lengths ascend.
-Other libraries are measured if they can be imported: torchsort, fast-soft-sort, diffsort and
-SoftTorch; the table lists those that cannot.
+There are three tasks: sort numbers, rank them, and sort rows of eight values by one number. Every
+method runs in a separate process for each task and batch size, with limits of time and memory, so
+that a failure does not affect others and its peak memory is its own. Lengths ascend. Other
+libraries are measured if they can be imported: torchsort, fast-soft-sort, diffsort and SoftTorch;
+the table lists those that cannot.
 
-They relax the same sort in different ways, each at its default softness, so each is held to itself
-in float64, output and gradient; ours and the dense formula are held to the dense formula, and ours
-to the operator in torch where that would be too large. On a GPU: ``--device cuda``.
+The libraries relax the sort in different ways, each at its default softness. So each is compared
+with itself in float64, output and gradients. Ours and the dense formula are compared with the dense
+formula, and ours with the operator in torch if the dense formula would be too large. To measure on
+a GPU: ``--device cuda``.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ Sort = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Row:
-    """What one method took for one task at one size."""
+    """Time, memory and error of one method for one task and size."""
 
     task: str
     method: str
@@ -85,7 +86,7 @@ def dense_rank(x: Tensor) -> Tensor:
 
 
 def torch_rank(x: Tensor) -> Tensor:
-    """Without a gradient; the argument is used so that there is one to compute."""
+    """Exact ranks. ``0 * x`` connects them to x, so that a backward pass is possible."""
     return (x.argsort(-1).argsort(-1) + 1).to(x.dtype) + 0 * x
 
 
@@ -184,14 +185,14 @@ def inputs(task: str, batch: int, count: int, device: str, dtype: torch.dtype) -
 
 
 def forward_backward(sort: Sort, tensors: list[Tensor]) -> list[Tensor]:
-    """The output, and its gradients for a fixed upstream one."""
+    """The output, and the gradients for a fixed upstream gradient."""
     out = sort(*tensors)
     upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).sin()
     return [out, *torch.autograd.grad(out, tensors, upstream.view_as(out))]
 
 
 def measure(task: str, method: str, count: int, batch: int, device: str) -> Iterator[dict]:
-    """The least seconds and the peak of memory above what the inputs take; then the error."""
+    """Yields the minimum seconds and the peak memory beyond the inputs, then the error."""
     sort = METHODS[task][method]
     tensors = inputs(task, batch, count, device, torch.float32)
     cuda = device == "cuda"
@@ -200,7 +201,7 @@ def measure(task: str, method: str, count: int, batch: int, device: str) -> Iter
         torch.cuda.reset_peak_memory_stats()
     else:
         before = new_peak()
-    # On a CPU, of what the process computes: others may use the machine meanwhile.
+    # On a CPU, measure the CPU time of the process: others may use the machine meanwhile.
     clock = time.perf_counter if cuda else time.process_time
     times: list[float] = []
     while not times or (sum(times) < ENOUGH and len(times) < 100):
@@ -222,7 +223,7 @@ def measure(task: str, method: str, count: int, batch: int, device: str) -> Iter
 
 
 def measure_all(task: str, method: str, batch: int, counts: list[int], device: str) -> None:
-    """Prints a line when a size begins, when it was timed and when it was checked."""
+    """Prints a line when a size starts, when it has been timed and when it has been checked."""
     forward_backward(METHODS[task][method], inputs(task, 1, 8, device, torch.float32))
     for count in counts:
         print(json.dumps({"count": count}), flush=True)
@@ -231,7 +232,7 @@ def measure_all(task: str, method: str, batch: int, counts: list[int], device: s
 
 
 def run(task: str, method: str, batch: int, counts: list[int], device: str) -> dict[int, dict]:
-    """What a fresh process measured for each length, or what went wrong; after that: nothing."""
+    """What a fresh process measured for each length, up to the first failure, and its cause."""
     command = [sys.executable, "-m", "benchmarks.sorting", "--device", device]
     command += ["--one", task, method, str(batch), *map(str, counts)]
     found: dict[int, dict[str, Any]] = {}
@@ -292,7 +293,7 @@ def row(task: str, method: str, count: int, batch: int, found: dict[str, Any], o
 def sizes(
     task: str, method: str, batch: int, counts: list[int], device: str
 ) -> dict[int, dict[str, Any]]:
-    """`run`, again after a size that was timed but not checked, until one cannot be run."""
+    """Calls :func:`run`, again after a size that was timed but not checked, until one fails."""
     found: dict[int, dict[str, Any]] = {}
     left = list(counts)
     while left:
@@ -307,7 +308,7 @@ def sizes(
 def table(
     tasks: list[str], lengths: list[int], batches: list[int], device: str, methods: list[str] | None
 ) -> list[Row]:
-    """The rows by size; every method works through all sizes of a task and a batch in one go."""
+    """The rows, ordered by size; a method runs all sizes of a task and batch in one process."""
     rows, missing, lengths = [], absent(), sorted(lengths)
     for task in tasks:
         for batch in batches:

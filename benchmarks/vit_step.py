@@ -47,7 +47,7 @@ SINKHORN = "Sinkhorn S = 3"
 
 @dataclass(frozen=True)
 class Row:
-    """What a training step with one attention takes."""
+    """Time and memory of a training step with one attention."""
 
     attention: str
     milliseconds: str
@@ -73,7 +73,7 @@ def training_step(mechanism: Mechanism, device: torch.device, images: int) -> Ca
 
     def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)  # gradients are part of what is recorded
-        # Casts that autocast remembers would be kept from before a graph was recorded.
+        # Otherwise autocast would reuse casts that were cached before the graph was recorded.
         with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
             loss = F.cross_entropy(model(inputs), labels)
         loss.backward()
@@ -97,7 +97,7 @@ def logit_error(mechanism: Mechanism, device: torch.device) -> float:
 
 def replayed(step: Callable[[], Tensor], device: torch.device) -> Callable[[], object]:
     """The step as a CUDA graph, recorded as training records it."""
-    recorder = make_recorder(device)  # a pool of its own: graphs replay in turn
+    recorder = make_recorder(device)  # a separate memory pool: graphs are replayed in turn
 
     def work() -> None:
         step()
@@ -108,7 +108,7 @@ def replayed(step: Callable[[], Tensor], device: torch.device) -> Callable[[], o
 
     def replay() -> Callable[[], Tensor]:
         recorded()
-        return step  # what was recorded reads the model's memory, so the model must stay
+        return step  # the closure keeps the model alive, whose memory the graph reads
 
     return replay
 
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--only", help="names, separated by semicolons")
     parser.add_argument("--no-save", action="store_true")
     options = parser.parse_args()
-    faulthandler.enable()  # a crash in a driver says where it was
+    faulthandler.enable()  # print a traceback if a driver crashes
     device = torch.device(options.device)
     on_gpu = device.type == "cuda"
     names = options.only.split(";") if options.only else list(MECHANISMS)
@@ -169,7 +169,7 @@ def main() -> None:
 def timed(
     calls: Mapping[str, Callable[[], object]], names: list[str], device: torch.device, rounds: int
 ) -> list[float]:
-    """The milliseconds of every call; NaN where there is none."""
+    """The milliseconds of every call; NaN if there are no calls."""
     if not calls:
         return [float("nan")] * len(names)
     found = interleaved_seconds(

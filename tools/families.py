@@ -62,6 +62,7 @@ class Watch:
         self.run: set[str] = set()
         self.called: set[str] = set()
         self.softmax: set[str] = set()
+        self.most_tokens = 0
         self.inside: list[str] = []
         for name in converted:
             module = model.get_submodule(name)
@@ -69,11 +70,17 @@ class Watch:
             module.register_forward_hook(lambda *_: self._leave(), always_call=True)
             mechanism = module.mechanism
             assert isinstance(mechanism, Mechanism)
-            mechanism.register_forward_pre_hook(lambda *_, name=name: self.called.add(name))
+            mechanism.register_forward_pre_hook(
+                lambda _, args, name=name: self._call(name, args[0].shape[2])
+            )
 
     def _enter(self, name: str) -> None:
         self.run.add(name)
         self.inside.append(name)
+
+    def _call(self, name: str, tokens: int) -> None:
+        self.called.add(name)
+        self.most_tokens = max(self.most_tokens, tokens)
 
     def _leave(self) -> None:
         self.inside.pop()
@@ -162,7 +169,9 @@ def judge(cls: type[Any]) -> Row:
         problems.append(f"the mechanism was not called in {', '.join(watch.run - watch.called)}")
     if watch.softmax:
         problems.append(f"softmax was called in {', '.join(watch.softmax)}")
-    if watch.run and not changed > 1e-6:
+    if watch.called and watch.most_tokens < 2:
+        problems.append("run on single tokens, which every attention leaves alone")
+    elif watch.run and not changed > 1e-6:
         problems.append("ESP does not change the output")
     if problems:
         return Row(family, cls.__name__, "wrong", "; ".join(problems))

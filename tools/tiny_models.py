@@ -179,7 +179,8 @@ def inputs_for(model: Any) -> Iterator[dict[str, Any]]:
     names = set(inspect.signature(model.forward).parameters)
     config = model.config
     vision = getattr(config, "vision_config", config)
-    size = getattr(vision, "image_size", None) or 32
+    # Without a size of its own a model may halve an image five times: some tokens must be left.
+    size = getattr(vision, "image_size", None) or 96
     side = size if isinstance(size, int) else size[0]
     channels = getattr(vision, "num_channels", None) or 3
     ids = torch.randint(6, 40, (BATCH, TOKENS), generator=generator)

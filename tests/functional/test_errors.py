@@ -111,13 +111,13 @@ def test_no_tokens_or_no_width(label, empty):
     x = {"query": QUERY, "key": KEY, "value": VALUE}[label]
     wrong = x[..., :0, :] if empty == "tokens" else x[..., :0]
     refuses(f"{label} of shape {tuple(wrong.shape)} has no tokens or no width", **{label: wrong})
-    refuses("at least one token is needed (mask out", **{label: wrong})
+    refuses("at least one token is needed (for an empty sequence", **{label: wrong})
 
 
 @pytest.mark.parametrize("label", ["key", "value"])
 def test_devices_that_differ(label):
     wrong = {"key": KEY, "value": VALUE}[label].to("meta")
-    refuses(f"query is on cpu but {label} on meta; move them together", **{label: wrong})
+    refuses(f"query is on cpu but {label} on meta; use one device", **{label: wrong})
 
 
 @pytest.mark.parametrize("label", ["key", "value"])
@@ -138,7 +138,7 @@ def test_head_dims_that_differ():
 
 def test_keys_and_values_of_different_number():
     refuses(
-        "key and value must have as many tokens, got key (2, 3, 4, 4) and value (2, 3, 3, 3)",
+        "key and value must have equally many tokens, got key (2, 3, 4, 4) and value (2, 3, 3, 3)",
         value=VALUE[..., :3, :],
     )
 
@@ -169,7 +169,7 @@ def test_slices_of_the_wrong_number_of_heads(shape):
 
 
 def test_causal_attention():
-    refuses("causal attention does not exist here", is_causal=True)
+    refuses("causal attention is not possible", is_causal=True)
     refuses("rows and columns sum to one is the identity", is_causal=True)
     refuses("keep softmax attention (espformer.nn.Softmax)", is_causal=True)
 
@@ -189,7 +189,7 @@ def test_causal_attention():
 def test_pairwise_and_additive_attn_masks(attn_mask):
     refuses("attn_mask can only say which keys are padding: boolean", attn_mask=attn_mask)
     refuses("of shape (2, 1, 1, 4)", attn_mask=attn_mask)
-    refuses("Pairwise and causal masks do not exist here", attn_mask=attn_mask)
+    refuses("Pairwise and causal masks are not possible", attn_mask=attn_mask)
 
 
 def test_two_masks_for_the_same_keys():
@@ -258,3 +258,19 @@ def test_the_interpreter_has_no_bfloat16(attention, monkeypatch: pytest.MonkeyPa
         attention(*[x.bfloat16()] * 3, backend="triton")
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=expected):
         attention(x, x, x.bfloat16(), backend="triton")
+
+
+def test_options_that_were_right_do_not_excuse_equal_ones_that_are_wrong() -> None:
+    """True equals 1.0, and options that were checked once are looked up."""
+    x = torch.randn(1, 1, 4, 2)
+    esp_attention(x, x, x, inverse_temperature=1.0)
+    with pytest.raises(TypeError, match="inverse_temperature must be a number, got True"):
+        esp_attention(x, x, x, inverse_temperature=True)
+
+
+def test_the_default_scale_follows_the_width() -> None:
+    """Heads of another width have another one, though their options are the same."""
+    for width in (2, 8):
+        x = torch.randn(1, 1, 4, width)
+        expected = esp_attention(x, x, x, temperature_unit="absolute", scale=width**-0.5)
+        assert torch.equal(esp_attention(x, x, x, temperature_unit="absolute"), expected)

@@ -114,7 +114,7 @@ def test_packed_logits_and_gradients_are_those_of_the_padded_batch(mechanism):
 def test_packed_tokens_attend_to_themselves():
     model = TextClassifier(vocabulary=11, dim=16, depth=1, heads=2, mlp_dim=24)
     layer, packing = model.blocks[0].attn, Packing([0, 2, 5], device="cpu")
-    with pytest.raises(ValueError, match="no matrix of a whole batch"):
+    with pytest.raises(ValueError, match="self-attention only, without return_matrix"):
         layer(torch.randn(5, 16), mask=packing, return_matrix=True)
     with pytest.raises(ValueError, match=r"packed x must have shape \(tokens, 16\)"):
         layer(torch.randn(1, 5, 16), mask=packing)

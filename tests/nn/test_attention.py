@@ -294,9 +294,9 @@ def test_keys_that_begin_as_queries(cross):
 
 
 def test_widths_and_beginnings_that_cannot_be():
-    with pytest.raises(ValueError, match="qk_dim is at least 1"):
+    with pytest.raises(ValueError, match="qk_dim must be at least 1"):
         Attention(32, 4, qk_dim=0)
-    with pytest.raises(ValueError, match="keys begin as queries only"):
+    with pytest.raises(ValueError, match="needs queries and keys from tokens of the same width"):
         Attention(32, 4, key_init="query", cross=True, key_dim=16)
     with pytest.raises(ValueError, match="key_init must be one of 'own', 'query'"):
         Attention(32, 4, key_init="random")

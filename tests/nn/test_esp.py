@@ -27,6 +27,7 @@ OTHERS = {
     "sort_temperature": 0.4,
     "temperature_unit": "absolute",
     "inverse_temperature": 2.0,
+    "cost_exponent": 1.0,
     "metric": "squared",
     "balance": "both",
     "hard": True,
@@ -201,7 +202,7 @@ def test_few_slices_unless_told():
     assert ESP(slices=5).bind(2, 64).slicer().shape == (2, 5, 64)
     assert ESP(slicer="axis").bind(2, 64).slicer() is None
     assert ESP(slicer="axis", slices=3).bind(2, 64).slicer().tolist() == torch.eye(64)[:3].tolist()
-    with pytest.raises(ValueError, match="AxisSlicer: a head of width 6 has as many axes"):
+    with pytest.raises(ValueError, match="AxisSlicer: a head of width 6 has 6 axes"):
         ESP(slicer="axis", slices=7).bind(2, 6)
 
 
@@ -319,7 +320,7 @@ def test_repr_tells_the_settings():
         ({"coupling": "none"}, r"ESP: coupling must be one of"),
         ({"backend": "fast"}, r"ESP: backend must be one of"),
         ({"slicer": "random"}, r"ESP: slicer must be one of 'auto', 'axis', 'frozen', 'learnable'"),
-        ({"slicer": FrozenSlicer(3, 6), "slices": 3}, r"ESP: slices=3 counts the directions"),
+        ({"slicer": FrozenSlicer(3, 6), "slices": 3}, r"ESP: slices=3 is only for slicers"),
         ({"slice_dropout": 1.0}, r"ESP: slice_dropout must be in \[0, 1\)"),
         ({"straight_through": 1.5}, r"ESP: straight_through must be True.*\[0, 1\], got 1\.5"),
     ],

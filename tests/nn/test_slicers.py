@@ -98,7 +98,7 @@ def test_mistakes_are_named():
         ValueError, match=r"expected \"axis\", \"frozen\" or \"learnable\", got 'x'"
     ):
         make_slicer("x", 8)
-    with pytest.raises(ValueError, match=r"a head of width 8 has as many axes, got slices=9"):
+    with pytest.raises(ValueError, match=r"a head of width 8 has 8 axes, got slices=9"):
         make_slicer("axis", 8, slices=9)
     with pytest.raises(ValueError, match=r"FrozenSlicer: slices must be at least 1, got 0"):
         FrozenSlicer(0, 8)

@@ -71,7 +71,7 @@ def test_plans_of_padded_clouds():
 
 def test_errors_in_words():
     x, y, _ = clouds(4, 5)
-    with pytest.raises(ValueError, match="as many points of the same width"):
+    with pytest.raises(ValueError, match="equally many points of the same width"):
         sliced_plan(x, y)
     with pytest.raises(ValueError, match="slices must be at least 1"):
         sliced_wasserstein(x, y, slices=0)

@@ -1,10 +1,12 @@
-"""Checks of what a caller passes: every error says what was wrong, what is expected, what to do."""
+"""Checks of arguments. Every error says what was wrong, what was expected and what to do."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 from dataclasses import replace
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -29,9 +31,9 @@ def make_problem(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> tuple[Problem, torch.Size]:
-    """The checked problem, and the leading shape."""
-    chosen = check_options(name, options)
+    """The arguments as a checked :class:`Problem`, and the leading dimensions of the call."""
     lead = _check_tokens(name, query, key, value)
+    chosen = _chosen(name, options, query.shape[-1])
     key_mask = _padding_only(name, attn_mask, is_causal, key, key_mask)
     query_mask, key_mask = resolve_masks(name, query, key, query_mask, key_mask)
     same_mask = query_mask is key_mask
@@ -54,17 +56,37 @@ def make_problem(
         name, "sort_temperature", chosen.sort_temperature, q.device, dtype, lead,
         "for one temperature per head its shape is (heads,)",
     )  # fmt: skip
-    chosen = replace(
-        chosen,
-        sort_temperature=temperature,
-        scale=query.shape[-1] ** -0.5 if chosen.scale is None else chosen.scale,
-    )
+    if isinstance(temperature, Tensor):
+        chosen = replace(chosen, sort_temperature=temperature)
     logits = _slice_logits(name, slice_logits, count, q.device, dtype, lead)
     return Problem(q, k, chosen, theta, logits, query_rows, key_rows, keep), lead
 
 
+def _chosen(name: str, options: Options, width: int) -> ESPOptions:
+    """The checked options, with the scale of heads of this width; the same ones are looked up."""
+    learnt = isinstance(options.get("sort_temperature"), Tensor)
+    if type(width) is int and not (learnt or torch.compiler.is_compiling()):  # not while tracing
+        try:
+            return _looked_up(name, width, **options)
+        except TypeError:  # a value that cannot be looked up, or a wrong one, which is said below
+            pass
+    return _with_scale(check_options(name, options), width)
+
+
+@functools.lru_cache(256, typed=True)
+def _looked_up(name: str, width: int, **options: Unpack[Options]) -> ESPOptions:
+    return _with_scale(check_options(name, options), width)
+
+
+def _with_scale(chosen: ESPOptions, width: int) -> ESPOptions:
+    t = chosen.sort_temperature
+    t = t if isinstance(t, Tensor) else float(t)
+    scale = width**-0.5 if chosen.scale is None else chosen.scale
+    return replace(chosen, sort_temperature=t, scale=scale)
+
+
 def check_options(name: str, options: Options) -> ESPOptions:
-    """The options that were chosen, for the function or class of that name; refuses wrong ones."""
+    """The options of a call, checked; `name` is the called function, for error messages."""
     unknown = [option for option in options if option not in OPTIONS]
     if unknown:
         near = difflib.get_close_matches(unknown[0], OPTIONS, n=1)
@@ -76,7 +98,7 @@ def check_options(name: str, options: Options) -> ESPOptions:
 
 
 def flat(x: Tensor, lead: torch.Size) -> Tensor:
-    """Tokens with all leading dimensions as one: (batch, tokens, width)."""
+    """Tokens with all leading dimensions flattened: (batch, tokens, width)."""
     if x.shape[:-2] != lead:
         x = x.expand(*lead, *x.shape[-2:])
     return x.reshape(-1, *x.shape[-2:])
@@ -87,8 +109,8 @@ def _check_tokens(name: str, query: Tensor, key: Tensor, value: Tensor | None) -
     for label, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(
-                f"{name}: {label} must be a torch.Tensor, got {type(x).__name__}; "
-                "torch.as_tensor makes one"
+                f"{name}: {label} must be a torch.Tensor, got {type(x).__name__}; convert it with "
+                "torch.as_tensor"
             )
         if x.dim() < 2:
             raise ValueError(
@@ -100,11 +122,11 @@ def _check_tokens(name: str, query: Tensor, key: Tensor, value: Tensor | None) -
         if 0 in x.shape[-2:]:
             raise ValueError(
                 f"{name}: {label} of shape {tuple(x.shape)} has no tokens or no width; at "
-                "least one token is needed (mask out a sequence of a batch that is empty)"
+                "least one token is needed (for an empty sequence of a batch, mask its tokens)"
             )
         if x.device != query.device:
             raise ValueError(
-                f"{name}: query is on {query.device} but {label} on {x.device}; move them together"
+                f"{name}: query is on {query.device} but {label} on {x.device}; use one device"
             )
         if x.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
             raise ValueError(
@@ -117,7 +139,7 @@ def _check_tokens(name: str, query: Tensor, key: Tensor, value: Tensor | None) -
         )
     if value is not None and value.shape[-2] != key.shape[-2]:
         raise ValueError(
-            f"{name}: key and value must have as many tokens, got key {tuple(key.shape)} and "
+            f"{name}: key and value must have equally many tokens, got key {tuple(key.shape)} and "
             f"value {tuple(value.shape)}"
         )
     lead = query.shape[:-2]
@@ -134,10 +156,10 @@ def flat_temperature(
     name: str, argument: str, t: float | Tensor, device: torch.device, dtype: torch.dtype,
     lead: torch.Size, advice: str,
 ) -> float | Tensor:  # fmt: skip
-    """A number as it is; a tensor with all leading dimensions as one, (batch,)."""
+    """The temperature: a number unchanged, a tensor flattened to (batch,)."""
     if not isinstance(t, Tensor):
         return float(t)
-    # On a GPU the values are not looked at: that would wait for the device.
+    # Values on a GPU are not checked: reading them would synchronise the device.
     looked_at = t.device.type == "cpu" and not (torch.compiler.is_compiling() or is_transformed())
     if looked_at and not bool((t > 0).all()):
         raise ValueError(
@@ -203,7 +225,7 @@ def _padding_only(
         "models keep softmax attention (espformer.nn.Softmax)"
     )
     if is_causal:
-        raise ValueError(f"{name}: causal attention does not exist here: {reason}")
+        raise ValueError(f"{name}: causal attention is not possible: {reason}")
     if attn_mask is None:
         return key_mask
     padding = (*key.shape[:-3], 1, 1, key.shape[-2])
@@ -211,7 +233,7 @@ def _padding_only(
         raise ValueError(
             f"{name}: attn_mask can only say which keys are padding: boolean, of shape {padding}, "
             f"without key_mask; got {attn_mask.dtype} {tuple(attn_mask.shape)}. Better pass "
-            f"key_mask (batch, tokens). Pairwise and causal masks do not exist here: {reason}"
+            f"key_mask (batch, tokens). Pairwise and causal masks are not possible: {reason}"
         )
     return attn_mask[..., 0, 0, :]
 
@@ -223,12 +245,12 @@ def one_of(name: str, argument: str, got: str, allowed: tuple[str, ...]) -> None
 
 
 def runs_kernels(name: str, *tokens: Tensor) -> None:
-    """Refuses tensors that Triton cannot compute with here."""
+    """Raises if the Triton kernels cannot run on these tensors."""
     device, interpreted = tokens[0].device, os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not interpreted:
         raise ValueError(
             f'{name}: backend="triton" needs CUDA tensors, got tensors on {device}; '
-            'backend="auto" picks what fits the device'
+            'backend="auto" selects one for the device'
         )
     if interpreted and any(x.dtype == torch.bfloat16 for x in tokens):
         raise ValueError(
@@ -238,12 +260,12 @@ def runs_kernels(name: str, *tokens: Tensor) -> None:
 
 
 def under_transforms(name: str, backend: str, able: str) -> bool:
-    """Whether ``torch.func`` transforms this call; refuses a backend that is not `able` to be."""
+    """Whether ``torch.func`` transforms this call; then raises for backends other than `able`."""
     if not is_transformed():
         return False
     if backend not in ("auto", able):
         raise ValueError(
             f'{name}: torch.func cannot transform backend="{backend}", whose gradient is '
-            f'hand-written; pass backend="{able}", or "auto", which picks it there'
+            f'hand-written; pass backend="{able}", or "auto", which selects it'
         )
     return True

@@ -62,8 +62,8 @@ def softmax_attention(
     pairs = None
     present = None if query_mask is None else query_mask.unsqueeze(-1)
     if key_mask is not None:
-        # No kernel promises what a softmax over nothing is, nor its gradient: let a query without
-        # keys see them all, and throw its row away.
+        # A softmax over no keys is undefined, and so is its gradient. So a query without keys
+        # attends to all of them, and its row is set to zero afterwards.
         has_keys = key_mask.any(-1, keepdim=True)
         pairs = (key_mask | ~has_keys).unsqueeze(-2)
         present = has_keys.unsqueeze(-1) if present is None else present & has_keys.unsqueeze(-1)

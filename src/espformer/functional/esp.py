@@ -176,11 +176,14 @@ def esp_plan(
 
 
 def _run(module: ModuleType, problem: Problem, compute: Callable[[Any, Problem], Tensor]) -> Tensor:
-    """The soft operator, the hard one, or a mix with the soft one's gradient."""
-    out = straight_through(
-        problem.options, lambda options: compute(module, replace(problem, options=options))
-    )
-    if module in (linear, reference):  # the kernels put it in the weights of the slices
+    """The output of a backend: soft, hard, or a mix of both with the gradient of the soft one."""
+    given = problem.options
+
+    def with_options(options: ESPOptions) -> Tensor:
+        return compute(module, problem if options is given else replace(problem, options=options))
+
+    out = straight_through(given, with_options)
+    if module in (linear, reference):  # the kernels add the marker to the slice weights
         out = zero_padding(out + problem.nonfinite_marker().view(-1, 1, 1), problem.query_mask)
     return out
 
@@ -252,7 +255,7 @@ def _cpu_kernels(name: str, device: str) -> ModuleType:
     if device != "cpu":
         raise ValueError(
             f'{name}: backend="cpu" needs tensors on a CPU, got tensors on {device}; '
-            'backend="auto" picks what fits the device'
+            'backend="auto" selects one for the device'
         )
     try:
         from espformer.ops.esp import cpu
@@ -264,7 +267,10 @@ def _cpu_kernels(name: str, device: str) -> ModuleType:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The second argument, with the gradient of the first: exact, unlike adding a difference."""
+    """Returns the second argument, with the gradient of the first.
+
+    This is exact, unlike ``soft + (hard - soft).detach()``, which rounds.
+    """
 
     generate_vmap_rule = True
 
@@ -282,7 +288,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _StraightThroughBothWays(_StraightThrough):
-    """The same with a forward mode; torch.compile does not trace functions that have one."""
+    """The same with forward-mode AD. torch.compile does not trace functions that have a jvp."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> Tensor:

@@ -73,8 +73,8 @@ class CausalSoftmax(Mechanism):
     def _refuse_masks(query_mask: Tensor | None, key_mask: Tensor | None) -> None:
         if query_mask is not None or key_mask is not None:
             raise ValueError(
-                "CausalSoftmax: padding is not masked here; pad targets at their end, where no "
-                "earlier position sees it"
+                "CausalSoftmax: masks are not supported; pad targets at their end, where no "
+                "earlier position sees the padding"
             )
 
 
@@ -213,7 +213,7 @@ class DecoderBlock(nn.Module):
 def _refuse_looking_ahead(attention: Attention, argument: str) -> None:
     """Raise if a later position changes what the attention gives to an earlier one."""
     mechanism, heads, width = attention.mechanism, attention.heads, attention.head_dim
-    # Fixed numbers, so that building a model draws none.
+    # Fixed numbers: building a model must not change the random number generator.
     probe = torch.arange(3.0 * heads * 5 * width).mul(1.7).sin().view(3, 1, heads, 5, width)
     if probe.is_meta:
         return
@@ -227,7 +227,7 @@ def _refuse_looking_ahead(attention: Attention, argument: str) -> None:
     if not torch.allclose(before[:, :, :4], after[:, :, :4], atol=1e-4, rtol=1e-3):
         raise ValueError(
             f"DecoderBlock: with {argument}={type(mechanism).__name__} a position would see later "
-            "ones, which do not exist when the model translates. Doubly-stochastic attention is "
-            "for the encoder; here take softmax (for the self-attention CausalSoftmax), or a "
-            "mechanism built on it"
+            "ones, which do not exist when the model translates. Use doubly-stochastic attention "
+            "in the encoder only; a decoder needs softmax (CausalSoftmax for self-attention), or "
+            "a mechanism built on it"
         )

@@ -64,7 +64,7 @@ def beam_search(
     last = torch.full((batch, beam), start_id, device=device)
     parents: Tensor | None = None
     tokens = torch.full((batch, beam, longest), pad_id, device=device)
-    # One hypothesis to begin with: the others would be copies of it.
+    # Start with one hypothesis: the others would be copies of it.
     scores = torch.full((batch, beam), -torch.inf, device=device)
     scores[:, 0] = 0
 
@@ -104,7 +104,7 @@ def beam_search(
 
 
 def _forbid(steps: Tensor, length: int, limits: Tensor, end_id: int, pad_id: int) -> Tensor:
-    """Log-probabilities with -inf for padding, for an end too early, for going on too late."""
+    """Log-probabilities with -inf for padding, for ending too early and for going on too long."""
     token = torch.arange(steps.shape[-1], device=steps.device)
     forbidden = token == pad_id
     at_limit = (limits <= length).view(-1, 1)

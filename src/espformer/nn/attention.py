@@ -89,8 +89,8 @@ class Attention(nn.Module):
         if self.qk_dim < 1 or (key_init == "query" and self.key_dim != dim):
             raise ValueError(
                 f"Attention: got qk_dim={self.qk_dim} and key_init={key_init!r} with dim={dim} and "
-                f"key_dim={self.key_dim}; qk_dim is at least 1, and keys begin as queries only "
-                "where both are made from tokens of the same width"
+                f"key_dim={self.key_dim}; qk_dim must be at least 1, and key_init='query' needs "
+                "queries and keys from tokens of the same width"
             )
         width, qk_width = heads * self.head_dim, heads * self.qk_dim
         if cross:
@@ -134,7 +134,7 @@ class Attention(nn.Module):
         query, key, value = self._project(x, context)
         if self.cross:
             if mask is None and context_mask is not None:
-                # Without it, a context as long as x would lend its mask to the queries.
+                # Without a query mask, context_mask would also mask x if both have equal lengths.
                 mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
             masks = {"query_mask": mask, "key_mask": context_mask}
         elif context_mask is not None:
@@ -157,8 +157,8 @@ class Attention(nn.Module):
         """Self-attention of packed sequences, ``(tokens, dim)``."""
         if self.cross or context is not None or context_mask is not None or return_matrix:
             raise ValueError(
-                "Attention: packed sequences attend to themselves alone, and have no matrix of a "
-                "whole batch; for a context or a matrix pass padded tokens and a mask"
+                "Attention: packed sequences support self-attention only, without return_matrix; "
+                "for a context or a matrix pass padded tokens and a mask"
             )
         if x.ndim != 2 or x.shape[-1] != self.dim:
             raise ValueError(

@@ -78,13 +78,13 @@ class Differential(Mechanism):
     def build(self, heads: int, head_dim: int, value_dim: int, depth: int) -> None:
         if heads > 1 and heads % 2:
             raise ValueError(
-                f"Differential: heads work in pairs, got {heads} of them (take an even number; "
-                "with a single head its channels are halved instead)"
+                f"Differential: the number of heads must be even, or one, got {heads} (two heads "
+                "form a pair; a single head is split in two)"
             )
         if heads == 1 and (head_dim % 2 or value_dim % 2):
             raise ValueError(
-                f"Differential: a single head is halved, so its widths must be even, got "
-                f"{head_dim} and values of {value_dim}"
+                f"Differential: a single head is split in two, so its widths must be even, got "
+                f"{head_dim} and {value_dim} for values"
             )
         if self.lambda_schedule == "depth":
             self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
@@ -127,7 +127,7 @@ class Differential(Mechanism):
         # (batch, pairs, tokens, 2 · width): the two values of a pair side by side, for both groups.
         value = torch.cat(_pairs(value), dim=-1).repeat_interleave(2, dim=-3)
         groups = self.base(query, key, value, query_mask=query_mask, key_mask=key_mask)
-        # Under autocast the difference of two similar outputs would lose most of its 8 bits.
+        # In 16 bits the difference of two similar outputs would lose most of its precision.
         groups = groups.to(self.norm.weight.dtype)
         weight = self.difference_weight().to(groups.dtype)
         first, second = _pairs(groups)

@@ -45,9 +45,8 @@ class ESP(Mechanism):
     Args:
         temperature: short for `sort_temperature`.
         slicer: "axis", "frozen" or "learnable" (separate directions per head), or a slicer.
-            "auto", the default, uses frozen directions, or the axes if head_dim does not
-                exceed `slices`. In deep models few slices learn better than many, and the cost is
-            proportional to their number.
+            "auto", the default, uses frozen directions, or the axes if head_dim does not exceed
+            `slices`. The cost is proportional to the number of slices.
         slices: number of slices; by default, at most 8 for "auto" and head_dim for the others.
         learn_temperature: learn one temperature per head, starting from `sort_temperature`. The
             parameter ``log_sort_temperature`` holds its logarithm. It needs a higher learning rate
@@ -97,7 +96,7 @@ class ESP(Mechanism):
         self.backend = backend
         self.slices = slices
         self.slicer_kind = slicer if isinstance(slicer, str) else "given"
-        # The axes need no size; the other kinds are made when it is known.
+        # Axes need no head_dim; the other slicers are built when it is known.
         self.slicer: Slicer | None = slicer if isinstance(slicer, Slicer) else None
         if isinstance(slicer, str):
             one_of("ESP", "slicer", slicer, ("auto", "axis", "frozen", "learnable"))
@@ -105,9 +104,9 @@ class ESP(Mechanism):
                 self.slicer = AxisSlicer()
         elif slices is not None:
             raise ValueError(
-                f"ESP: slices={slices} counts the directions that ESP makes itself, for "
-                'slicer="auto", "axis", "frozen" or "learnable"; a slicer that is given has its '
-                "own number"
+                f"ESP: slices={slices} is only for slicers that ESP creates itself ("
+                'slicer="auto", "axis", "frozen" or "learnable"); a slicer object has its own '
+                "number of slices"
             )
         self.register_parameter("log_sort_temperature", None)
         self.register_parameter("slice_logits", None)
@@ -249,14 +248,14 @@ class ESP(Mechanism):
     def set_extra_state(self, state: Tensor) -> None:
         numbers = state.tolist()
         saved = {n: decode(n, x) for n, x in zip(SAVED_OPTIONS, numbers, strict=False)}
-        for name in SAVED_OPTIONS[len(numbers) :]:  # not an option yet when that was saved
+        for name in SAVED_OPTIONS[len(numbers) :]:  # newer than the saved state
             saved[name] = OPTIONS[name].metadata["before"]
         self.options = replace(self.options, **saved)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        if prefix + "_extra_state" not in state_dict:  # of another mechanism: ours stays as it is
+        if prefix + "_extra_state" not in state_dict:  # of another mechanism: keep ours
             state_dict[prefix + "_extra_state"] = self.get_extra_state()
             if isinstance(self.slicer, FrozenSlicer):
                 name = prefix + "slicer.directions"
@@ -287,7 +286,7 @@ def _attribute(name: str) -> property:
 
 document(ESP)
 for _name in OPTIONS:
-    if _name != "sort_temperature":  # which may be learnt
+    if _name != "sort_temperature":  # it may be learnt, and has a property
         setattr(ESP, _name, _attribute(_name))
 
 

@@ -5,7 +5,7 @@ The rest of the library accepts any mechanism. Users create it without sizes,
 ``ESP(sort_temperature=0.3)``. A layer calls :meth:`Mechanism.bind` with its sizes, which returns a
 copy with parameters, so one object can be passed to many layers, which share nothing.
 
-Parameters that each mechanism adds to a layer with H heads of width D (L slices, D by default):
+Parameters that each mechanism adds to a layer with H heads of width D and L slices:
 
 ===================================== =====================================================
 mechanism                             parameters
@@ -133,8 +133,8 @@ class Mechanism(nn.Module):
         name = type(self).__name__
         if self.heads is None:
             raise RuntimeError(
-                f"{name}: this one has parameters whose sizes are not known yet; give it to "
-                "espformer.nn.Attention, or call .bind(heads, head_dim) and use what it returns"
+                f"{name}: it has parameters whose sizes are not known yet; pass it to "
+                "espformer.nn.Attention, or call .bind(heads, head_dim) and use the result"
             )
         if query.dim() < 3:
             raise ValueError(

@@ -51,7 +51,7 @@ class Packed(Wrapper):
         masked = query_mask is not None or key_mask is not None
         if not masked or not by_sequence or _seen_from_outside(query):
             return self.base(query, key, value, **masks)
-        # One mask stays one: then every sequence has as many queries as keys.
+        # If both masks are one tensor, they stay one: queries and keys have equal lengths.
         k_mask = _mask(key_mask, tokens[1], key)
         q_mask = k_mask if query_mask is key_mask else _mask(query_mask, tokens[0], query)
         offsets = cumulative(q_mask.sum(-1).tolist())
@@ -83,7 +83,7 @@ def _mask(mask: Tensor | None, shape: tuple[int, int], tokens: Tensor) -> Tensor
 
 
 def _seen_from_outside(tokens: Tensor) -> bool:
-    """Whether the call is traced or captured, and must work for other lengths too."""
+    """Whether the call is traced or captured, so that it must not depend on the lengths."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True
     return tokens.is_cuda and torch.cuda.is_current_stream_capturing()

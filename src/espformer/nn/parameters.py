@@ -8,8 +8,8 @@ from espformer.nn.esp import ESP
 
 __all__ = ["MECHANISM_RATE", "parameter_groups"]
 
-# A logarithm that starts wrong by three must get there within some hundred steps, and Adam moves it
-# by about the learning rate in each.
+# The logarithm of a temperature may have to move by three within some hundred steps, and Adam moves
+# it by about the learning rate per step.
 MECHANISM_RATE = 30.0
 
 

@@ -56,8 +56,8 @@ class AxisSlicer(Slicer):
         if slices is not None and slices != head_dim:
             if head_dim is None or not 1 <= slices <= head_dim:
                 raise ValueError(
-                    f"AxisSlicer: a head of width {head_dim} has as many axes, got slices={slices} "
-                    '(for more directions than that take "frozen" or "learnable")'
+                    f"AxisSlicer: a head of width {head_dim} has {head_dim} axes, got "
+                    f'slices={slices} (for more directions use "frozen" or "learnable")'
                 )
             first = torch.eye(head_dim)[:slices]
         self.register_buffer("directions", first, persistent=False)
@@ -100,14 +100,14 @@ class FrozenSlicer(Slicer):
 
     def reset_parameters(self) -> None:
         """Draw the directions for this seed, for instance after building on the meta device."""
-        # On the CPU and in one dtype, so that every device gets the same numbers.
+        # Drawn on the CPU in float64, so that every device gets the same numbers.
         generator = torch.Generator("cpu").manual_seed(self.seed)
         *heads, slices, width = self.directions.shape
         blocks = torch.randn(
             *heads, -(-slices // width), width, width,
             generator=generator, device="cpu", dtype=torch.float64,
         )  # fmt: skip
-        # With the signs of R the columns of Q are uniform, whatever signs the algorithm prefers.
+        # Multiplied by the signs of R's diagonal, the columns of Q are uniform on the sphere.
         q, r = torch.linalg.qr(blocks)
         rows = (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).mT.flatten(-3, -2)
         self.directions.copy_(rows[..., :slices, :])
@@ -151,7 +151,7 @@ class LearnableSlicer(Slicer):
             self.directions.copy_(F.normalize(self.directions, dim=-1))
 
     def forward(self) -> Tensor:
-        # In 16 bits the norm itself would be off by a percent.
+        # In 16 bits the norm itself would be off by one per cent.
         directions = self.directions
         wide = torch.promote_types(directions.dtype, torch.float32)
         return F.normalize(directions.to(wide), dim=-1).to(directions.dtype)

@@ -62,7 +62,7 @@ def ranks(sort: SoftSort) -> Tensor:
 def _ranks(sort: SoftSort) -> Tensor:
     lengths = sort.lengths
     middle, scale = (lengths + 1) / 2, lengths.clamp(min=1)
-    # Of ranks around zero sums do not cancel, and near one they leave no precision unused.
+    # Ranks are centred and scaled to [-1/2, 1/2], which avoids cancellation in the sums.
     numbered = (sort.positions + 1 - middle) / scale
     columns = torch.stack([numbered, torch.ones_like(numbered)], -1)
     moment, mass = sort.with_options(ties="average").unsort(columns).unbind(-1)
@@ -141,7 +141,7 @@ def _broadcast(name: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         if not isinstance(tensor, Tensor):
             raise TypeError(
                 f"{name}: the {label} argument must be a torch.Tensor, got "
-                f"{type(tensor).__name__}; torch.as_tensor makes one"
+                f"{type(tensor).__name__}; convert it with torch.as_tensor"
             )
     try:
         x, y = torch.broadcast_tensors(x, y)
@@ -162,7 +162,7 @@ def _correlation(a: Tensor, b: Tensor, sort: SoftSort) -> Tensor:
 
     a, b = centred(a), centred(b)
     norms = a.square().sum(-1) * b.square().sum(-1)
-    # Ranks of equal numbers differ by rounding alone: that is no correlation.
+    # Ranks of equal numbers differ only by rounding, which must not count as correlation.
     dust = (torch.finfo(a.dtype).eps * 8) ** 2
     constant = torch.minimum(a.square().mean(-1), b.square().mean(-1)) <= dust
     correlation = (a * b).sum(-1) / norms.masked_fill(constant, 1).sqrt()

@@ -25,8 +25,8 @@ from espformer.ops.common.masks import zero_padding
 from espformer.ops.esp.options import OPTIONS, UNITS, ESPOptions
 from espformer.ops.esp.problem import LEAST_TEMPERATURE, Problem, spread
 
-SPACING = 1024.0  # of ranks, in widths of the kernel
-MOST_TEMPERATURE = 1e25  # all numbers are equal to that; times SPACING and N, still a float32
+SPACING = 1024.0  # distance between ranks, in kernel widths
+MOST_TEMPERATURE = 1e25  # all numbers are equal at this width; times SPACING · N it fits float32
 
 
 class SortOptions(TypedDict, total=False):
@@ -44,15 +44,15 @@ class SortOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class SoftSort:
-    """Rows of numbers, prepared to sort values by them: A, (batch, N ranks, N tokens)."""
+    """Rows of numbers, prepared to sort values by them with A, (batch, N ranks, N tokens)."""
 
-    name: str  # of the function that was called, for errors
+    name: str  # the called function, for error messages
     numbers: Tensor  # (batch, N), in float32 or float64
     mask: Tensor | None  # (batch, N), True = takes part
     lead: torch.Size  # the shape of the rows, without the dimension that is sorted
-    dim: int  # which dimension that is, not negative
-    options: ESPOptions  # with a temperature that is a number or (batch,)
-    unit: str  # of the temperature
+    dim: int  # the dimension that is sorted, not negative
+    options: ESPOptions  # the temperature is a number or (batch,)
+    unit: str  # unit of the temperature
     backend: str
 
     @property
@@ -74,7 +74,7 @@ class SoftSort:
         return torch.arange(self.count, dtype=self.numbers.dtype, device=self.numbers.device)
 
     def _check_ranks(self) -> None:
-        """Ranks are numbers of the dtype that is computed in: float32 has no 2^24 + 1."""
+        """Raises for more ranks than the dtype can represent: float32 has no 2^24 + 1."""
         most = int(2 / torch.finfo(self.numbers.dtype).eps)
         if self.count > most:
             raise ValueError(
@@ -109,7 +109,7 @@ class SoftSort:
             )
 
     def _attend(self, rows: Tensor, identity_side: str) -> Tensor:
-        """The same as attention, for backends without one-sided kernels."""
+        """The sort as attention between numbers and ranks, for backends without `mix`."""
         numbers, t = self._in_units()
         metric = self.options.metric
         width = t.detach() if metric == "absolute" else t.detach().sqrt()
@@ -129,14 +129,14 @@ class SoftSort:
         return attend(self.name, problem, rows, self.backend)
 
     def _in_units(self) -> tuple[Tensor, Tensor]:
-        """Numbers near one, and their temperatures in absolute units, (batch,)."""
+        """Numbers scaled to be near one, and their temperatures in absolute units, (batch,)."""
         t, metric = self.options.sort_temperature, self.options.metric
         rows, factor = _near_one(self.numbers)
         if self.unit == "spread":  # t is a width
             mask = None if self.mask is None else self.mask.unsqueeze(1)
             width = t * spread(rows.unsqueeze(1), mask).flatten()
             t = width if metric == "absolute" else width.square()
-        else:  # twice, since the square of the factor might overflow
+        else:  # multiplied twice, since the square of the factor might overflow
             t = t * factor.squeeze(-1)
             t = t if metric == "absolute" else t * factor.squeeze(-1)
         return rows, t.clamp(LEAST_TEMPERATURE[metric], MOST_TEMPERATURE)
@@ -186,12 +186,12 @@ def prepare(
     straight_through: bool | float = False,
     backend: str = "auto",
 ) -> SoftSort:
-    """Check the arguments; return rows of numbers scaled near one, and their temperatures."""
+    """Check the arguments of a soft sort and bring them to rows: a :class:`SoftSort`."""
     one_of(name, "unit", unit, UNITS)
     chosen = name, metric, balance, hard, straight_through
-    try:  # compilers look into the function, and not at what it found before
+    try:  # a compiler traces the function itself, not its cache
         options = (_options if torch.compiler.is_compiling() else _known_options)(*chosen)
-    except TypeError:  # what cannot be hashed is none of the choices: let that be told
+    except TypeError:  # a value that cannot be hashed is never valid: raise the usual error
         options = _options(*chosen)
     wrong = OPTIONS["sort_temperature"].metadata["check"](temperature)
     if wrong is not None:
@@ -229,14 +229,14 @@ _known_options = lru_cache(maxsize=256, typed=True)(_options)
 
 
 def _moved(x: Tensor, source: int, target: int) -> Tensor:
-    """``movedim``, and x itself where it stands right: autograd would go through a view."""
+    """``movedim``, or x itself if nothing moves, which saves autograd a view."""
     return x if source == target else x.movedim(source, target)
 
 
 def _near_one(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers times a power of two, which rounds nothing, so that the largest is near one.
+    """Numbers times a power of two, which is exact, so that the largest is near one.
 
-    Then neither their spread nor 1,024 widths of a kernel leave the range of float32.
+    Then neither their spread nor 1,024 kernel widths leave the range of float32.
     """
     largest = numbers.detach().abs().amax(-1, keepdim=True)
     exponent = torch.frexp(largest).exponent.clamp(-100, 100)
@@ -248,7 +248,8 @@ def _check_numbers(name: str, x: Tensor, dim: int) -> int:
     """The dimension to sort along, counted from the front."""
     if not isinstance(x, Tensor):
         raise TypeError(
-            f"{name}: x must be a torch.Tensor, got {type(x).__name__}; torch.as_tensor makes one"
+            f"{name}: x must be a torch.Tensor, got {type(x).__name__}; convert it with "
+            "torch.as_tensor"
         )
     if not x.is_floating_point():
         raise ValueError(
@@ -264,7 +265,7 @@ def _check_numbers(name: str, x: Tensor, dim: int) -> int:
     if x.shape[dim] == 0:
         raise ValueError(
             f"{name}: x of shape {tuple(x.shape)} has no numbers along dim {dim}; at least one is "
-            "needed (mask out the numbers of a row that is empty)"
+            "needed (for an empty row, mask its numbers)"
         )
     return dim % x.dim()
 
@@ -278,9 +279,7 @@ def _check_mask(name: str, x: Tensor, mask: Tensor | None) -> Tensor | None:
             "and 1 pass mask.bool()"
         )
     if mask.device != x.device:
-        raise ValueError(
-            f"{name}: mask is on {mask.device} but x on {x.device}; move them together"
-        )
+        raise ValueError(f"{name}: mask is on {mask.device} but x on {x.device}; use one device")
     try:
         return mask.expand(x.shape)
     except RuntimeError:

@@ -85,7 +85,7 @@ def _check_share(name: str, q: float | Tensor, numbers: Tensor) -> Tensor:
             f"{name}: q must be a number or a tensor of one dimension, got {tuple(q.shape)}"
         )
     given = q if isinstance(q, Tensor) else torch.tensor(q, dtype=torch.float64)
-    # On a GPU the values are not looked at: that would wait for the device.
+    # Values on a GPU are not checked: reading them would synchronise the device.
     looked_at = given.device.type == "cpu" and not torch.compiler.is_compiling()
     if looked_at and not bool(((given >= 0) & (given <= 1)).all()):
         raise ValueError(f"{name}: q must be in [0, 1], got {q}")

@@ -17,7 +17,7 @@ from espformer.ops.esp.problem import Problem
 class SlicedPlan(NamedTuple):
     """A matching for every slice, and its cost."""
 
-    matches: Tensor  # (..., L, N): x[i] meets y[matches[l, i]]
+    matches: Tensor  # (..., L, N): x[i] is matched with y[matches[l, i]]
     cost: Tensor  # (..., L): the mean of ‖x[i] - y[matches[l, i]]‖²
 
     def cheapest(self) -> Tensor:
@@ -115,8 +115,8 @@ def sliced_plan(
     name = "sliced_plan"
     if x.shape[-2:] != y.shape[-2:]:
         raise ValueError(
-            f"{name}: x and y must have as many points of the same width, got {tuple(x.shape)} and "
-            f"{tuple(y.shape)}; a plan that is no permutation is espformer.esp_plan's"
+            f"{name}: x and y must have equally many points of the same width, got "
+            f"{tuple(x.shape)} and {tuple(y.shape)}; for other plans use espformer.esp_plan"
         )
     problem, lead = _problem(name, x, y, slices, mask, mask)
     q, k = (side.detach() for side in problem.projections())

@@ -129,7 +129,7 @@ def test_the_command_writes_what_it_found(tmp_path: Path) -> None:
         "operator", "backend", "mode", "tokens", "heads", "width", "slices", "dtype",
         "milliseconds", "graph_milliseconds", "peak_mb", "error", "status",
     ]  # fmt: skip
-    assert len(rows) == 2 * 2 * 4
+    assert len(rows) == 2 * 2 * 5  # lengths, modes, and four backends of ESP beside softmax
     linear = [row for row in rows if row["backend"] == "linear"]
     assert {row["status"] for row in linear} == {"ok"}
     assert all(float(row["milliseconds"]) > 0 and float(row["error"]) < 2e-5 for row in linear)

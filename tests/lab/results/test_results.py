@@ -327,6 +327,30 @@ def test_verdicts(differences, margin, expected):
         assert (outcome == "open") == (found.p >= 0.05), "p and the interval say the same"
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({}, {}, True),
+        ({"batch_size": 8}, {"batch_size": 8, "group_by_length": False, "workers": 2}, True),
+        ({"batch_size": 8}, {"batch_size": 8, "group_by_length": True}, False),
+        ({"batch_size": 8}, {"batch_size": 9}, False),
+    ],
+)
+def test_pairs_with_different_batches_are_marked(one, other, same):
+    made = [
+        {
+            "mechanism": label, "setting": "s", "seed": seed, "scores": {"test": value + seed / 9},
+            "config": {"data": data},
+        }
+        for seed in range(3)
+        for label, value, data in (("a", 51.0, one), ("b", 50.0, other))
+    ]  # fmt: skip
+    claim = Claim("a beats b", ("a", "test"), ("b", "test"))
+    found = compare(claim, made)
+    assert found.same_batches == same
+    assert ("different batches" in verdict(claim, found).words) == (not same)
+
+
 def test_the_page_begins_with_all_claims(tmp_path):
     save_file(results(runs([*range(8)])), tmp_path / "mnist-patch-size.json")
     claims = CLAIMS["mnist-patch-size"]
@@ -341,7 +365,7 @@ def test_the_page_begins_with_all_claims(tmp_path):
         assert claim.says[1:] in line
         assert "](#mnist-impact-of-patch-size) |" in line
     assert f"Of {len(asked)} claims, {len(asked)} held (✓), 0 did not (✗), and" in table
-    assert "lies above the threshold" in text
+    assert "lies above the threshold" in " ".join(text.split())
 
 
 def test_claims_that_the_runs_suggested_are_marked():
@@ -354,6 +378,8 @@ def test_claims_that_the_runs_suggested_are_marked():
 
 def test_every_claim_is_about_rows_of_its_recipe():
     for name, claims in CLAIMS.items():
+        if name.startswith("finetune-"):  # whose rows are named on the command line
+            continue
         recipe = load_recipe(name)
         for claim in claims:
             for label, score in (claim.row, claim.other):
@@ -399,7 +425,8 @@ def test_the_first_page_puts_our_gap_beside_the_papers():
     assert row.startswith("| ✓ | [Cats and Dogs, by number of training images](#cats-and-dogs-by-")
     assert any("Sinkhorn attention | +1.26 | not run |" in line for line in lines)
     assert "|  | IMDb, sentiment of film reviews | 3 claims |  | not run |  |" in lines
-    assert not any("(ours)" in line for line in lines), "no run of our defaults"
+    rows = [line for line in lines if line.startswith("|")]
+    assert not any("(ours)" in row for row in rows), "no run of our defaults"
     assert first_table([]) == []
     claim = CLAIMS["cats-dogs-slicers"][-1]
     assert paper_gap(claim, load_recipe("cats-dogs-slicers")) == pytest.approx(79.47 - 77.75)

@@ -395,7 +395,7 @@ def test_differences_are_from_the_paper_where_it_tells():
 def test_plugged_and_tuned_beside_the_paper():
     recipe = load_recipe("iwslt14-plug-and-play")
     text = markdown(recipe, [result("diff-espformer", "default", 0, start=30.0, test=31.0)])
-    assert "| diff-espformer, before training | here | 1 | 30.00 | 30.00 |" in text
+    assert "| diff-espformer, before fine-tuning | here | 1 | 30.00 | 30.00 |" in text
     assert "|  | paper |  | 33.72 | – |" in text
     assert "| diff-espformer | here | 1 | 31.00 | 31.00 |" in text
 

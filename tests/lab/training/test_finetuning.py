@@ -250,7 +250,7 @@ def test_a_comparison_by_the_command_line(encoder, texts, tmp_path, monkeypatch)
     options = ["--jobs", "2", "--save", str(tmp_path / "kept")]
     text = command(encoder, texts, tmp_path, *options)
     assert "3 runs: 0 finished before, 3 to do" in text
-    for row in ("softmax, before training", "sinkhorn", "esp, hard sort"):
+    for row in ("softmax, before fine-tuning", "sinkhorn", "esp, hard sort"):
         assert f"| {row} |" in text
     kept = read_file(tmp_path / "kept" / "finetune-tiny-bert-tweeteval.json")
     assert {run["mechanism"] for run in kept.runs} == {"softmax", "sinkhorn", "esp"}

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from espformer import functional
 from espformer.lab.bench.cases import PEER_FACTOR, TOLERANCES, Case
+from espformer.lab.bench.kernel_attention import kernel_attention
 from espformer.nn import Differential, Softmax
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -54,15 +55,15 @@ class Operator:
     make: Callable[[Case, torch.device], Attention]
     growth: int  # time grows with this power of the number of tokens
     ours: bool = False
-    gpu_only: bool = False
+    device: str | None = None  # the one kind of device that it runs on
     package: str | None = None  # that it needs
     forward_only: bool = False
     captured: bool = True  # whether it is also timed as a CUDA graph
 
     def missing(self, case: Case, device: torch.device) -> str | None:
         """Say what is missing to run it; None if nothing is."""
-        if self.gpu_only and device.type != "cuda":
-            return "needs a CUDA device"
+        if self.device is not None and device.type != self.device:
+            return "needs a CUDA device" if self.device == "cuda" else "runs on a CPU"
         if self.package is not None and importlib.util.find_spec(self.package) is None:
             return f"{self.package} is not installed"
         if self.forward_only and case.backward:
@@ -181,24 +182,29 @@ def _registry() -> dict[tuple[str, str], Operator]:
     found = []
     for name in ESP:
         found += [
-            Operator(name, "triton", partial(esp, backend="triton"), 1, ours=True, gpu_only=True),
+            Operator(name, "triton", partial(esp, backend="triton"), 1, ours=True, device="cuda"),
+            Operator(
+                name, "cpu", partial(esp, backend="cpu"), 1, ours=True, device="cpu",
+                package="numba",
+            ),
             Operator(name, "linear", partial(esp, backend="linear"), 1, ours=True, captured=False),
             Operator(name, "dense", _dense, 2, captured=False),
-        ]
+        ]  # fmt: skip
     found += [
-        Operator("softmax", "flash", partial(_softmax, flash=True), 2, gpu_only=True),
+        Operator("softmax", "flash", partial(_softmax, flash=True), 2, device="cuda"),
         Operator("softmax", "sdpa", partial(_softmax, flash=False), 2),
         Operator("differential", "sdpa", differential, 2),
+        Operator("kernel", "linear", lambda case, device: kernel_attention, 1, captured=False),
     ]
     for name in SINKHORN:
         found += [
             Operator(name, "eager", _sinkhorn, 2),
             Operator(name, "compiled", partial(_sinkhorn, compiled=True), 2),
             Operator(
-                name, "triton", partial(_sinkhorn, backend="triton"), 2, ours=True, gpu_only=True
+                name, "triton", partial(_sinkhorn, backend="triton"), 2, ours=True, device="cuda"
             ),
             Operator(
-                name, "flash_sinkhorn", _flash_sinkhorn, 2, gpu_only=True,
+                name, "flash_sinkhorn", _flash_sinkhorn, 2, device="cuda",
                 package="flash_sinkhorn", forward_only=True, captured=False,
             ),
         ]  # fmt: skip

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from espformer import functional
 from espformer.lab.bench.attentions import ESP, SINKHORN, Attention, differential, esp
 from espformer.lab.bench.cases import Case
+from espformer.lab.bench.kernel_attention import dense_kernel_attention, kernel_attention
 
 # Numbers of the largest float64 array that an oracle may make, and of a block of rows.
 LARGEST = {"cuda": 1 << 27, "cpu": 1 << 23}
@@ -90,6 +91,9 @@ def _exact(case: Case, heads: int, device: torch.device) -> Attention:
         return esp(case, device, backend="dense" if size <= LARGEST[device.type] else "linear")
     if case.operator == "differential":
         return differential(case, device, heads, "float64")
+    if case.operator == "kernel":
+        size = heads * case.query_width * case.tokens**2
+        return dense_kernel_attention if size <= LARGEST[device.type] else kernel_attention
     iterations = SINKHORN.get(case.operator, 1)  # softmax is the first iteration
     if heads * case.tokens**2 * (2 * iterations + 2) <= 8 * LARGEST[device.type]:
         return lambda q, k, v: functional.sinkhorn_attention(q, k, v, iterations=iterations)

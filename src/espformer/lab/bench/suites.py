@@ -19,9 +19,9 @@ _SINKHORN_BACKENDS = ("eager", "compiled", "triton", "flash_sinkhorn")
 def quick() -> list[Case]:
     """A few rows at one small size."""
     pairs = [
-        ("esp", "triton"), ("esp", "linear"), ("esp", "dense"), ("esp-hard", "triton"),
-        ("esp-hard", "linear"), ("softmax", "sdpa"), ("sinkhorn-3", "eager"),
-        ("sinkhorn-3", "triton"),
+        ("esp", "triton"), ("esp", "cpu"), ("esp", "linear"), ("esp", "dense"),
+        ("esp-hard", "triton"), ("esp-hard", "cpu"), ("esp-hard", "linear"),
+        ("softmax", "sdpa"), ("sinkhorn-3", "eager"), ("sinkhorn-3", "triton"),
     ]  # fmt: skip
     return [Case(*pair, mode, tokens=256, heads=8) for mode in MODES for pair in pairs]
 
@@ -64,9 +64,10 @@ def long() -> list[Case]:
 def peers() -> list[Case]:
     """Everything at N = 1024."""
     pairs = [
-        ("esp", "triton"), ("esp", "linear"), ("esp", "dense"), ("esp-padded", "triton"),
+        ("esp", "triton"), ("esp", "cpu"), ("esp", "linear"), ("esp", "dense"),
+        ("esp-padded", "triton"),
         ("esp-balanced", "triton"), ("esp-squared", "triton"), ("esp-hard", "triton"),
-        ("softmax", "flash"), ("softmax", "sdpa"), ("differential", "sdpa"),
+        ("softmax", "flash"), ("softmax", "sdpa"), ("differential", "sdpa"), ("kernel", "linear"),
         *((name, backend) for name in SINKHORN for backend in _SINKHORN_BACKENDS),
     ]  # fmt: skip
     return [Case(*pair, mode) for mode in MODES for pair in pairs]

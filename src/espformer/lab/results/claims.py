@@ -58,6 +58,8 @@ class Comparison:
     low: float | None = None
     high: float | None = None
     p: float | None = None
+    same_batches: bool = True
+    """Whether both runs of every pair were given their data in the same way."""
 
 
 class Verdict(NamedTuple):
@@ -95,9 +97,9 @@ CLAIMS: dict[str, tuple[Claim, ...]] = _read()
 def compare(claim: Claim, results: Sequence[dict[str, Any]]) -> Comparison | None:
     """Differences between the rows of a claim over their pairs; None without a pair."""
     apart = claim.settings or (None, None)
-    values = [
+    runs = [
         {
-            ("" if only else result["setting"], result["seed"]): result["scores"][score]
+            ("" if only else result["setting"], result["seed"]): result
             for result in results
             if result["mechanism"] == label
             and score in result["scores"]
@@ -105,10 +107,16 @@ def compare(claim: Claim, results: Sequence[dict[str, Any]]) -> Comparison | Non
         }
         for (label, score), only in zip((claim.row, claim.other), apart, strict=True)
     ]
-    pairs = sorted(values[0].keys() & values[1].keys())
+    pairs = sorted(runs[0].keys() & runs[1].keys())
     if not pairs:
         return None
-    differences = {pair: values[0][pair] - values[1][pair] for pair in pairs}
+    differences = {
+        pair: runs[0][pair]["scores"][claim.row[1]] - runs[1][pair]["scores"][claim.other[1]]
+        for pair in pairs
+    }
+    same = claim.settings is not None or all(
+        _batches(runs[0][pair]) == _batches(runs[1][pair]) for pair in pairs
+    )
     by_setting = {
         name: statistics.fmean(d for (setting, _), d in differences.items() if setting == name)
         for name in ("", *dict.fromkeys(result["setting"] for result in results))
@@ -116,19 +124,33 @@ def compare(claim: Claim, results: Sequence[dict[str, Any]]) -> Comparison | Non
     }
     mean = statistics.fmean(differences.values())
     if len(pairs) < 2:
-        return Comparison(len(pairs), by_setting, mean)
+        return Comparison(len(pairs), by_setting, mean, same_batches=same)
     bar = -(claim.margin or 0.0)
     if len(set(differences.values())) == 1:  # no deviation, and no t
-        return Comparison(len(pairs), by_setting, mean, mean, mean, float(mean == bar))
+        return Comparison(len(pairs), by_setting, mean, mean, mean, float(mean == bar), same)
     from scipy import stats  # takes a second to import
 
     tested = stats.ttest_1samp(list(differences.values()), popmean=bar)
     low, high = map(float, tested.confidence_interval(0.95))
-    return Comparison(len(pairs), by_setting, mean, low, high, float(tested.pvalue))
+    return Comparison(len(pairs), by_setting, mean, low, high, float(tested.pvalue), same)
+
+
+def _batches(result: dict[str, Any]) -> dict[str, Any]:
+    """What decides the batches of a run; an option that older results do not have was off."""
+    data = result.get("config", {}).get("data") or {}
+    elsewhere = ("workers", "directory", "eval_batch_size")
+    return {name: value for name, value in data.items() if value and name not in elsewhere}
 
 
 def verdict(claim: Claim, found: Comparison) -> Verdict:
     """Say whether the claim held, by where the interval lies."""
+    reached = _by_interval(claim, found)
+    if found.same_batches:
+        return reached
+    return reached._replace(words=f"{reached.words} (rows with different batches)")
+
+
+def _by_interval(claim: Claim, found: Comparison) -> Verdict:
     if found.low is None or found.high is None:
         return Verdict("open", "a single pair decides nothing")
     if claim.margin is None:
@@ -152,7 +174,7 @@ def verdict(claim: Claim, found: Comparison) -> Verdict:
 
 
 SCORES = {
-    "start": ", before training", "start_hard": ", before training, hard sort",
+    "start": ", before fine-tuning", "start_hard": ", before fine-tuning, hard sort",
     "test": "", "hard": ", hard sort", "mean": "",
 }  # fmt: skip
 """Scores that tables show, and what they add to the name of a row."""

@@ -80,8 +80,9 @@ def slice_weights(
     """σ = softmax(b - τ D) as the operator has it, ``(batch, heads, slices)``, slice by slice.
 
     D is the mean squared distance of queries and keys under the plan of one slice alone, as
-    Algorithm 1 prints it; with `summed` it is the sum of the distances over the queries, neither
-    squared nor divided by their number, which is how the formula is sometimes written in code.
+    Algorithm 1 prints it, to half the power of `cost_exponent`; with `summed` it is the sum of the
+    distances over the queries, neither squared nor divided by their number, which is how the
+    formula is sometimes written in code.
     """
     settings = mechanism.arguments(query, training=False)
     slices = settings.pop("slices")
@@ -94,8 +95,11 @@ def slice_weights(
     for index in range(directions.shape[-2]):
         one = directions[..., index : index + 1, :]
         plan = esp_plan(query, key, slices=one, inverse_temperature=0.0, **settings, **masks)
-        cost = (distance * plan if summed else distance.square() * plan).sum((-2, -1))
-        costs.append(cost if summed else cost / plan.sum((-2, -1)).clamp(min=1e-9))
+        if summed:
+            costs.append((distance * plan).sum((-2, -1)))
+            continue
+        mean = (distance.square() * plan).sum((-2, -1)) / plan.sum((-2, -1)).clamp(min=1e-9)
+        costs.append(mean ** (settings["cost_exponent"] / 2))
     preferred = torch.stack(costs, -1).mul(-tau)
     return (preferred if logits is None else preferred + logits).softmax(-1)
 

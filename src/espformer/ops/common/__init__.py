@@ -1,1 +1,1 @@
-"""Shared by all operators: masks, rules of autograd, registration with torch."""
+"""Code that all operators share: masks, packing, autograd helpers, custom operators of torch."""

@@ -1,4 +1,4 @@
-"""Pieces of autograd shared by the operators."""
+"""Autograd helpers that the operators share."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ import torch
 from torch import Tensor
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
+UNCHANGED: AbstractContextManager[None] = nullcontext()
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Operators choose their dtypes themselves, forwards and backwards."""
-    known = torch.amp.is_autocast_available(device.type)  # not for "meta"
-    if known and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    """Turns autocast off: operators choose their own dtypes, forward and backward."""
+    kind = device.type
+    known = kind in ("cuda", "cpu") or torch.amp.is_autocast_available(kind)  # not for "meta"
+    if known and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return UNCHANGED
 
 
 class _Refusal(torch.autograd.Function):
-    """Passes on the first `count` tensors and raises when somebody differentiates them."""
+    """Returns the first `count` tensors unchanged; differentiating them raises an error."""
 
     @staticmethod
     def forward(
@@ -40,23 +42,24 @@ class _Refusal(torch.autograd.Function):
 
 
 def refuse_double_backward(name: str, instead: str = "dense") -> Callable[[Backward], Backward]:
-    """Decorates the backward of an autograd function that has no derivative of its own.
+    """Decorates the backward of an autograd function that cannot be differentiated itself.
 
-    Autocast is off in it, as it was in the forward. `instead` is the backend that can be
-    differentiated twice.
+    Autocast is off in it, as in the forward pass. `instead` is the backend that can be
+    differentiated twice, for the error message.
     """
 
     def decorate(backward: Backward) -> Backward:
         @wraps(backward)
         def wrapped(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-            devices = (x.device for x in grads if x is not None)
-            device = next(devices, torch.device("cpu"))  # all may be undefined
-            with torch.no_grad(), without_autocast(device):
-                results = backward(ctx, *grads)
+            defined = next((x for x in grads if x is not None), None)
+            plain = UNCHANGED if defined is None else without_autocast(defined.device)
             if not torch.is_grad_enabled():
-                return results  # saved tensors may be looked at once only: they are recomputed
-            # With create_graph=True the gradients look like constants: tie them to what they
-            # depend on, so that nobody takes a second derivative for zero.
+                with plain:  # saved tensors are read once: checkpointing recomputes them
+                    return backward(ctx, *grads)
+            with torch.no_grad(), plain:
+                results = backward(ctx, *grads)
+            # With create_graph=True the gradients would look like constants, and second
+            # derivatives would silently be zero. So tie them to the tensors they depend on.
             causes = [x for x in (*ctx.saved_tensors, *grads) if x is not None and x.requires_grad]
             if not causes:
                 return results

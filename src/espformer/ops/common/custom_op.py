@@ -1,4 +1,4 @@
-"""Operators that are registered with torch, and cost a plain call where nobody looks."""
+"""Custom operators of torch that eager code calls directly, without the dispatcher."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _launchable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a function contiguous tensors, on the GPU that kernels are launched on."""
+    """Makes tensor arguments contiguous and their GPU the current one, for kernel launches."""
 
     @functools.wraps(function)
     def launch(*args: Any) -> Any:
-        args = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)
-        device = next(x.device for x in args if isinstance(x, Tensor))
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
+        args = tuple([x.contiguous() if isinstance(x, Tensor) else x for x in args])
+        index = next(x for x in args if isinstance(x, Tensor)).get_device()  # -1 is a CPU
+        if index < 0 or index == torch.cuda.current_device():
             return function(*args)
-        with torch.cuda.device(device):
+        with torch.cuda.device(index):
             return function(*args)
 
     return launch
@@ -31,18 +31,19 @@ def _launchable(function: Callable[..., Any]) -> Callable[..., Any]:
 class Operator:
     """A torch custom operator that eager code calls without the dispatcher.
 
-    Compilers, exporters, fake and wrapped tensors meet ``torch.ops.espformer.<name>``, with its
-    fake and autograd rules. Ordinary tensors go straight to the function, through an autograd
-    function if a gradient is wanted: an attention call makes half a dozen operators, and the
-    dispatcher's way through Python would take longer than the kernels of a small problem.
+    Compilers, exporters, fake tensors and tensor subclasses call ``torch.ops.espformer.<name>``,
+    with its fake and autograd rules. Plain tensors go directly to the function, or to an autograd
+    function if a gradient is needed. An attention call consists of about six operators, and for
+    small problems the dispatcher would take longer in Python than the kernels take on the GPU.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], schema: str | None) -> None:
         self.name = name.split("::")[-1]
-        self.function = function = _launchable(function)
+        self.inside = function  # for the functions of other operators, which did what is needed
+        self.function = _launchable(function)
         if schema is None:
-            plain = function.__wrapped__  # type: ignore[attr-defined]
-            schema = torch.library.infer_schema(plain, mutates_args=())
+            schema = torch.library.infer_schema(function, mutates_args=())
+        function = self.function
         self.custom = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
         self.with_gradient: Any = None
         self.__doc__ = function.__doc__
@@ -56,7 +57,7 @@ class Operator:
     ) -> None:
         self.custom.register_autograd(backward, setup_context=setup_context)
 
-        # Not with a setup_context of its own: torch would look up the signature at every call.
+        # Not as a separate setup_context: torch would then inspect the signature at every call.
         def forward(ctx: Any, *args: Any) -> Any:
             output = self.function(*args)
             setup_context(ctx, args, output)
@@ -66,20 +67,26 @@ class Operator:
         self.with_gradient = type(self.name, (torch.autograd.Function,), members)
 
     def __call__(self, *args: Any) -> Any:
-        tensors = [x for x in args if isinstance(x, Tensor)]
-        if torch.compiler.is_compiling() or any(type(x) not in PLAIN for x in tensors):
+        if torch.compiler.is_compiling():
             return self.custom(*args)
-        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        if forward_ad._current_level >= 0:  # which autograd functions refuse, in torch's words
+        wanted = False
+        for x in args:
+            if isinstance(x, Tensor):
+                if type(x) not in PLAIN:
+                    return self.custom(*args)
+                wanted = wanted or x.requires_grad
+        if self.with_gradient is None:
+            return self.function(*args)
+        wanted = wanted and torch.is_grad_enabled()
+        if forward_ad._current_level >= 0:  # let the autograd function raise torch's own error
+            tensors = [x for x in args if isinstance(x, Tensor)]
             wanted = wanted or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
-        if wanted and self.with_gradient is not None:
-            return self.with_gradient.apply(*args)
-        return self.function(*args)
+        return (self.with_gradient.apply if wanted else self.function)(*args)
 
 
 def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Operator]:
     """Decorates a function of tensors, numbers and strings as ``espformer::<name>``.
 
-    Its schema is that of its signature, unless one is given: for functions with ``*args``.
+    The schema is inferred from the signature; functions with ``*args`` must pass one.
     """
     return lambda function: Operator(f"espformer::{name}", function, schema)

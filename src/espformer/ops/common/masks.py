@@ -1,9 +1,8 @@
-"""Padding masks: one rule for every attention of the library.
+"""Padding masks, with the same rules for every attention of the library.
 
-A mask says which tokens take part: boolean, ``True`` = takes part. There are masks for the queries
-and for the keys, and none for (query, key) pairs: an attention matrix whose rows and columns all
-sum to one cannot also be lower triangular unless it is the identity, so causal and other pairwise
-masks have no meaning here.
+A mask is boolean; ``True`` = the token takes part. There are masks for queries and for keys, but
+not for (query, key) pairs: a lower-triangular matrix whose rows and columns all sum to one is the
+identity, so causal masks make no sense here.
 """
 
 import torch
@@ -26,9 +25,9 @@ def resolve_masks(
     head_dim)``, the shapes ``(..., N)``, ``(..., 1, N)`` and ``(..., heads, N)``.
 
     In self-attention one mask serves both sides: a ``key_mask`` alone also masks the queries when
-    there are as many queries as keys. To mask the keys only, pass a ``query_mask`` of ones. One
-    mask for both sides comes back as one tensor, which tells, without a look at the data, that
-    every sequence has as many queries as keys.
+    there are as many queries as keys. To mask the keys only, pass a ``query_mask`` of ones. If one
+    mask serves both sides, the same tensor is returned twice. Callers then know, without reading
+    it, that every sequence has as many queries as keys.
 
     Args:
         name: the calling function, for the error messages.
@@ -63,9 +62,9 @@ def resolve_masks(
 
 
 def zero_padding(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """Replace the tokens that take no part by zeros, whatever they hold, NaN included.
+    """Replace masked tokens by zeros, whatever they hold, including NaN.
 
-    A weight of zero is not enough: ``0 * NaN`` is NaN, forwards and backwards.
+    A weight of zero is not enough: ``0 * NaN`` is NaN, in the forward and the backward pass.
 
     Args:
         tokens: ``(batch, heads, tokens, width)``.
@@ -84,7 +83,7 @@ def _resolve(name: str, argument: str, mask: Tensor, tokens: Tensor, others: Ten
     """One mask over `tokens`, brought to a shape broadcastable to ``tokens.shape[:-1]``."""
     full = tokens.shape[:-1]
     per_sequence = tokens.shape[:-3] + full[-1:]
-    # What this function returns, so that a resolved mask can be resolved again.
+    # The shape that this function returns, so that it also accepts a resolved mask.
     resolved = (*tokens.shape[:-3], 1, full[-1]) if tokens.ndim >= 3 else full
 
     if mask.shape not in (per_sequence, full, resolved):

@@ -1,12 +1,12 @@
-"""Packages that only some calls need."""
+"""Error messages for missing optional packages."""
 
 __all__ = ["how_to_install"]
 
 
 def how_to_install(package: str | None, extra: str) -> str:
-    """The end of an error about a missing package, after "needs": its name, and two ways to get it.
+    """The end of an error about a missing package, after "needs": its name and how to install it.
 
-    `extra` is the extra of this library that holds it, with others that the same task needs.
+    `extra` is the extra of this library that contains the package.
 
     Example:
         >>> print(how_to_install("numba", "cpu"))

@@ -1,8 +1,8 @@
-"""Packed sequences: one after the other, without padding, for attentions that take padded ones.
+"""Packed sequences, concatenated without padding, for attentions that take padded batches.
 
-Sequences of similar length are padded together, each group to its own longest one, and go through
-an attention as a batch with a mask. How they are grouped is decided from the lengths, so that
-tokens of padding and calls, which cost too, are few.
+Sequences of similar length form a group. Each group is padded to its longest sequence and passed
+to the attention as a batch with a mask. The groups are chosen from the lengths such that the cost
+of padding and of calls is lowest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 __all__ = ["Packing", "attend_nested", "cumulative", "group_lengths", "refuse_masks"]
 
-# What a call costs besides its tokens, in tokens.
+# The fixed cost of a call, in tokens.
 CALL_TOKENS = {"cuda": 2048, "cpu": 32}
 
 Attention = Callable[..., Tensor]
@@ -26,13 +26,13 @@ Attention = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class _Side:
-    """The tokens of a group of sequences on one side, packed and padded."""
+    """The queries, or the keys, of a group of sequences: their packed and padded positions."""
 
-    tokens: Tensor | None  # which of all packed tokens; None for all of them, in their order
-    slots: Tensor  # where each stands among the padded ones
-    count: int  # of sequences
-    length: int  # of the longest one
-    mask: Tensor | None  # (count, length); None if all are that long
+    tokens: Tensor | None  # indices among all packed tokens; None for all of them, in order
+    slots: Tensor  # their indices in the padded batch
+    count: int  # number of sequences
+    length: int  # length of the longest sequence
+    mask: Tensor | None  # (count, length); None if all have that length
 
     def pad(self, x: Tensor) -> Tensor:
         """(all tokens, heads, width) to (count, heads, length, width)."""
@@ -54,14 +54,14 @@ class _Group:
 
 
 class Packing:
-    """Where packed sequences begin and end, and how they are padded to be attended to.
+    """The boundaries of packed sequences, and how they are grouped and padded.
 
     Args:
-        cu_seqlens_q: the number of query tokens before each sequence, and of all, as integers:
-            ``(sequences + 1,)``. A tensor on a GPU is waited for; on a CPU it is not.
-        cu_seqlens_k: likewise of the keys; the same unless given.
-        device: of the tokens.
-        name: of the calling function, for the error messages.
+        cu_seqlens_q: cumulative sequence lengths of the queries, integers ``(sequences + 1,)``,
+            starting with 0. A tensor on a GPU causes a synchronisation.
+        cu_seqlens_k: the same for the keys; `cu_seqlens_q` by default.
+        device: device of the tokens.
+        name: the calling function, for error messages.
 
     Example:
         >>> import torch
@@ -95,7 +95,7 @@ class Packing:
 
     @staticmethod
     def of_mask(mask: Tensor) -> Packing:
-        """The packing of the tokens of a padded batch that take part, ``(batch, tokens)``."""
+        """The packing of the unmasked tokens of a padded batch; `mask` is ``(batch, tokens)``."""
         lengths = mask.sum(-1).tolist()
         return Packing(cumulative(lengths), device=mask.device)
 
@@ -144,7 +144,7 @@ class Packing:
 
 
 def _lengths(name: str, label: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
-    """The lengths of sequences, checked."""
+    """The lengths of the sequences; raises if `cu_seqlens` is not valid."""
     if isinstance(cu_seqlens, Tensor):
         if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
             raise ValueError(
@@ -161,7 +161,7 @@ def _lengths(name: str, label: str, cu_seqlens: Tensor | Sequence[int]) -> tuple
 
 
 def cumulative(lengths: Sequence[int]) -> list[int]:
-    """How many tokens stand before each sequence, and all of them."""
+    """Cumulative sequence lengths, starting with 0."""
     total = [0]
     for length in lengths:
         total.append(total[-1] + length)
@@ -169,14 +169,14 @@ def cumulative(lengths: Sequence[int]) -> list[int]:
 
 
 def group_lengths(sizes: Sequence[int], call: int) -> list[list[int]]:
-    """Sequences of these sizes in groups, whose padded sizes and calls cost as little as possible.
+    """Divides sequences into groups such that padded tokens and calls cost as little as possible.
 
     Args:
-        sizes: of the sequences.
-        call: what a group costs besides its padded tokens.
+        sizes: lengths of the sequences.
+        call: the fixed cost of a group, in tokens.
 
     Returns:
-        For every group the indices of its sequences, in ascending order.
+        For every group, the indices of its sequences in ascending order.
 
     Example:
         >>> group_lengths([10, 100, 9, 98], call=16)
@@ -185,14 +185,14 @@ def group_lengths(sizes: Sequence[int], call: int) -> list[list[int]]:
         [[0, 1, 2, 3]]
     """
 
-    # A group ends at a size that is a step of an eighth of its power of two: few enough to try all.
+    # Sizes are rounded up to eight steps per power of two, few enough to try all groupings.
     def step(size: int) -> int:
         unit = max(1, (1 << size.bit_length()) // 16)
         return -(-size // unit) * unit
 
     steps = sorted({step(size) for size in sizes})
     members = [[i for i, size in enumerate(sizes) if step(size) == s] for s in steps]
-    # best[j]: the least cost of the first j steps, and where their last group begins.
+    # best[j]: the lowest cost of the first j steps, and the first step of their last group.
     best: list[tuple[int, int]] = [(0, 0)]
     for j in range(1, len(steps) + 1):
         counts, options = 0, []
@@ -208,12 +208,12 @@ def group_lengths(sizes: Sequence[int], call: int) -> list[list[int]]:
     return groups[::-1]
 
 
-@functools.lru_cache(maxsize=32)  # the layers of a model see the same lengths
+@functools.lru_cache(maxsize=32)  # all layers of a model have the same lengths
 def _groups(
     query_lengths: tuple[int, ...], key_lengths: tuple[int, ...], device: torch.device
 ) -> tuple[list[_Group], Tensor | None]:
-    """Groups of sequences that have queries and keys, and the place of every query among theirs."""
-    with torch.inference_mode(False):  # what evaluation finds here, training must be able to save
+    """Groups of the sequences that have queries and keys, and the order that undoes grouping."""
+    with torch.inference_mode(False):  # cached tensors must also work in a later training step
         return _make_groups(query_lengths, key_lengths, device)
 
 
@@ -233,7 +233,7 @@ def _make_groups(
             keys = _Side(keys.tokens, queries.slots, queries.count, queries.length, queries.mask)
         masks = {"query_mask": queries.mask, "key_mask": keys.mask}
         if not same and masks["query_mask"] is None:
-            # Or keys as long as the queries would lend theirs.
+            # Without a query mask, the key mask would also mask the same number of queries.
             ones = torch.ones(queries.count, queries.length, dtype=torch.bool, device=device)
             masks["query_mask"] = ones
         groups.append(_Group(queries, keys, masks))
@@ -249,7 +249,7 @@ def _make_groups(
 
 
 def _token_indices(lengths: Sequence[int], sequences: Sequence[int]) -> Tensor:
-    """All tokens of some sequences."""
+    """Indices of all tokens of some sequences."""
     starts = cumulative(lengths)
     ranges = [torch.arange(starts[i], starts[i + 1]) for i in sequences]
     return torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.long)
@@ -268,7 +268,7 @@ def _side(lengths: Sequence[int], sequences: Sequence[int], device: torch.device
 
 
 def refuse_masks(name: str, *masks: Tensor | None) -> None:
-    """Nested tensors have no padding that a mask could tell of."""
+    """Raises if a mask is given: nested tensors have no padding."""
     if any(mask is not None for mask in masks):
         raise ValueError(
             f"{name}: nested tensors hold no padding; leave out tokens instead of masking them"
@@ -276,7 +276,7 @@ def refuse_masks(name: str, *masks: Tensor | None) -> None:
 
 
 def attend_nested(name: str, attention: Attention, query: Any, key: Any, value: Any) -> Tensor:
-    """An attention of jagged nested tensors, (batch, heads, tokens, width): one like `query`."""
+    """Attention of jagged nested tensors, (batch, heads, tokens, width); the output is one too."""
     packed = []
     for label, x in {"query": query, "key": key, "value": value}.items():
         jagged = x.is_nested and x.layout == torch.jagged and x.dim() == 4

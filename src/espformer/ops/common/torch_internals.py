@@ -1,7 +1,7 @@
-"""What this library needs of torch and torch does not promise: names that begin with ``_``.
+"""Private functions of torch (names that begin with ``_``) that this library needs.
 
-They stand here alone, so that a new version of torch that renames one breaks one file, and
-``tests/ops/common/test_torch_internals.py`` says which.
+They are used in this file only, so a version of torch that renames one breaks one file, and
+``tests/ops/common/test_torch_internals.py`` names the function.
 """
 
 from collections.abc import Iterator
@@ -20,27 +20,27 @@ __all__ = [
 
 
 def is_exporting() -> bool:
-    """True inside ``torch.export`` and its users, False inside ``torch.compile``.
+    """True inside ``torch.export`` and what is built on it, False inside ``torch.compile``.
 
-    :func:`torch.compiler.is_exporting` itself is True in both while torch 2.11 compiles.
+    In torch 2.11, :func:`torch.compiler.is_exporting` is True in both.
     """
     return bool(torch.compiler._is_exporting_flag)
 
 
 def has_dispatch_modes() -> bool:
-    """Whether a mode that fakes, counts or rewrites operators is at work."""
+    """Whether a torch dispatch mode is active, which may fake, count or rewrite operators."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
 def is_transformed() -> bool:
-    """Whether transforms of ``torch.func`` are at work."""
+    """Whether transforms of ``torch.func`` are active."""
     active = getattr(torch._C, "_are_functorch_transforms_active", None)
     return active is not None and not torch.compiler.is_compiling() and active()
 
 
 @contextmanager
 def autograd_inside_an_operator() -> Iterator[None]:
-    """Records gradients inside an operator, where torch has turned autograd off as a whole."""
+    """Turns autograd on inside a custom operator, where torch has disabled it."""
     key = torch._C.DispatchKey
     with ExitStack() as stack:
         for off in (key.AutogradFunctionality, key.AutogradOther, key.ADInplaceOrView):
@@ -50,6 +50,6 @@ def autograd_inside_an_operator() -> Iterator[None]:
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    """Whatever lists, tuples, dictionaries and outputs of models hold, in order."""
+    """The leaves of nested lists, tuples, dictionaries and model outputs, in order."""
     leaves: list[Any] = torch.utils._pytree.tree_leaves(tree)
     return leaves

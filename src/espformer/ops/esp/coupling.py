@@ -1,8 +1,8 @@
-"""How ranks of N queries meet ranks of M keys, as a few weighted pairs.
+"""Couplings: how the ranks of N queries are matched with the ranks of M keys.
 
-A coupling is the matrix T with ``N · U_l = A_lᵀ T B_l``, given by its non-zeros. With as many
-queries as keys it is the identity and nobody needs this module. Sequences of one batch may have
-different lengths, so every sequence has its own pairs.
+A coupling is the matrix T in ``N · U_l = A_lᵀ T B_l``, given by its non-zero entries. With as many
+queries as keys T is the identity, and this module is not used. Sequences of one batch may have
+different lengths, so every sequence has its own entries.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ def couple(
     - ``"quantile"``: the optimal plan between uniform measures on a line. Rank i covers
       ``[i/n, (i+1)/n]``, rank j covers ``[j/m, (j+1)/m]``, and they share the overlap. At most
       n + m - 1 pairs; rows sum to one and columns to n/m, exactly.
-    - ``"interpolate"``: the paper's linear interpolation as it is meant: query rank i stands at
-      ``i · m/n`` between the key ranks ``floor`` and ``floor + 1`` and takes the nearer one more.
-      (The printed formula swaps the two weights and counts twice at integers.) Columns are uneven.
-    - ``"identity"``: the rectangular identity of the paper's tables: rank i meets rank i, and the
-      surplus of the longer side meets nobody.
+    - ``"interpolate"``: the paper's linear interpolation as intended. Query rank i lies at
+      ``i · m/n`` between the key ranks ``floor`` and ``floor + 1``, and the nearer one gets more
+      weight. (The printed formula swaps the weights and counts integers twice.) Column sums are
+      uneven.
+    - ``"identity"``: the rectangular identity of the paper's tables. Rank i is matched with rank i,
+      and the surplus ranks of the longer side are not matched.
     """
     n, m = n.long().unsqueeze(-1), m.long().unsqueeze(-1)  # (batch, 1); n·m may need 64 bits
     if name == "identity":
@@ -68,7 +69,7 @@ def couple(
         columns_ = torch.cat([torch.minimum(below, last), torch.minimum(below + 1, last)], -1)
         weights = torch.cat([(1 - above) * inside, above * inside], -1)
         return Coupling(torch.cat([rank, rank], -1), columns_, weights, rows)
-    # Cut points of both measures in units of 1/(n m); pieces between neighbours belong to one pair.
+    # Cut points of both measures in units of 1/(n m). Each interval between two cuts is one pair.
     starts = torch.cat(
         [
             torch.minimum(torch.arange(rows, device=n.device), n) * m,

@@ -1,9 +1,9 @@
-"""An attention as one operator, for compilers: they trace nothing inside.
+"""ESP attention as a single custom operator, which compilers do not trace.
 
-A compiler unrolls a loop over groups of slices, which takes it minutes, and cannot follow a
-backward that computes a group again to differentiate it. Inside an operator both run as they do
-eagerly, in as little memory, and for all lengths. The backward starts from the inputs, and pays
-for that with one more forward.
+torch.compile would unroll the loop over groups of slices, which takes minutes, and it cannot trace
+a backward pass that recomputes a group before differentiating it. Inside a custom operator both
+run as in eager mode, with the same memory and for all lengths. The backward pass starts from the
+inputs, which costs one more forward pass.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SETTINGS = ", ".join(
     f"{'float' if name == 'scale' else OPTIONS[name].type} {name}" for name in KERNEL_OPTIONS
 )
 SCHEMA = f"{OPERANDS}, {MASKS}, str identity_side, {SETTINGS}"
-DIFFERENTIABLE = OPERANDS.count("Tensor")  # the first so many arguments
+DIFFERENTIABLE = OPERANDS.count("Tensor")  # this many arguments, from the first
 TENSORS = DIFFERENTIABLE + MASKS.count("Tensor")
 
 
 def as_custom_op(name: str, attend: Attend) -> Attend:
-    """`attend` by way of the operator ``espformer::<name>``, with its gradient."""
+    """Registers `attend` as the operator ``espformer::<name>``, and returns a function for it."""
 
     def forward(*args: Any) -> Tensor:
         return attend(*_problem(*args)).contiguous()
@@ -45,7 +45,7 @@ def as_custom_op(name: str, attend: Attend) -> Attend:
         leaves = [x.requires_grad_() for x in _needed(operands, needed)]
         with autograd_inside_an_operator():
             out = attend(*_problem(*operands, *args[len(needed) :]))
-            if not out.requires_grad:  # nothing goes through a hard sort
+            if not out.requires_grad:  # a hard sort has no gradient
                 return [x.new_zeros(x.shape) for x in leaves]
             grads = torch.autograd.grad(out, leaves, upstream, materialize_grads=True)
         return [x.contiguous() for x in grads]
@@ -92,7 +92,7 @@ def _needed(operands: Any, needed: list[bool]) -> list[Tensor]:
 
 
 def _arguments(problem: Problem, value: Tensor) -> tuple[Any, ...]:
-    """The arguments that `SCHEMA` lists, in its order."""
+    """The arguments of the operator, in the order of `SCHEMA`."""
     return (
         problem.query, problem.key, value, problem.slices, problem.slice_logits,
         problem.temperatures(), problem.query_mask, problem.key_mask, problem.keep,
@@ -106,7 +106,7 @@ def _problem(
     sort_temperature: Tensor, query_mask: Tensor | None, key_mask: Tensor | None,
     keep: Tensor | None, one_mask: bool, identity_side: str, *settings: Any,
 ) -> tuple[Problem, Tensor]:  # fmt: skip
-    """The problem and the values of `_arguments`."""
+    """The inverse of :func:`_arguments`."""
     chosen = dict(zip(KERNEL_OPTIONS, settings, strict=True))
     options = ESPOptions(sort_temperature=sort_temperature, **chosen)
     key_mask = query_mask if one_mask else key_mask

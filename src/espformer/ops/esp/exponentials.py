@@ -1,4 +1,4 @@
-"""The kernels of soft sorting as short sums of exponentials: tables, and how they are made.
+"""The kernels of soft sorting as short sums of exponentials: tables, and how they are fitted.
 
 SoftSort compares sorted numbers through ``k(x)`` with ``x = |s_n - s_j| / width``:
 
@@ -6,11 +6,11 @@ SoftSort compares sorted numbers through ``k(x)`` with ``x = |s_n - s_j| / width
 - ``metric="squared"``: ``k(x) = exp(-x²)`` and ``width = sqrt(t)``.
 
 Both are written here as ``k(x) = Re Σ_r weight_r · exp(-pole_r · x)`` for ``x ≥ 0``. An exponential
-is multiplicative, ``exp(-p(x + y)) = exp(-p x) exp(-p y)``, so what every rank to the left of a
-point contributes can be carried along the sorted numbers in a few states: that is what makes the
-operator linear in the number of tokens (see :mod:`espformer.ops.esp.sorted_kernel`). The absolute
-metric is one real pole with weight one, and exact. The Gaussian needs a few complex ones; each
-pair of conjugate poles is stored once, with its weight doubled.
+is multiplicative, ``exp(-p(x + y)) = exp(-p x) exp(-p y)``, so a few states can carry the
+contribution of all ranks to the left of a point along the sorted numbers. This makes the operator
+linear in the number of tokens (see :mod:`espformer.ops.esp.sorted_kernel`). The absolute metric has
+one real pole with weight one, and is exact. The Gaussian needs a few complex poles; each pair of
+conjugate poles is stored once, with its weight doubled.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# What is less than this share of a weight of one changes no result, in float64 either. Left in,
-# it would end as numbers below the smallest normal float, which are a hundred times slower to
-# multiply on a CPU: at t = 1e-3 that was most of the time.
+# Contributions below this fraction of a unit weight change no result, not even in float64. If they
+# were kept, they would decay to subnormal numbers, which a CPU multiplies a hundred times more
+# slowly: at t = 1e-3 they would take most of the time.
 NEGLIGIBLE = 1e-18
 
 
@@ -50,7 +50,7 @@ class ExponentialSum:
         return -decay(x) if self.metric == "absolute" else -2 * x * decay(x * x)
 
     def approximate(self, x: Tensor) -> Tensor:
-        """The sum of exponentials, in float64: what the states between chunks amount to."""
+        """The sum of exponentials, in float64, which is used between chunks."""
         poles = torch.tensor(self.poles, dtype=torch.complex128)
         weights = torch.tensor(self.weights, dtype=torch.complex128)
         return (weights * torch.exp(-poles * x.double().unsqueeze(-1))).sum(-1).real
@@ -61,11 +61,11 @@ def fit_gaussian(pairs: int, *, reach: float = 7.0, samples: int = 401) -> Expon
 
     A sum of r exponentials sampled on a uniform grid has a Hankel matrix of rank r whose column
     space is invariant under a shift by one sample, and the shift acts on it with eigenvalues
-    ``exp(-p · step)``. The Hankel matrix of the Gaussian has singular values that fall by two
-    orders for every pair, so its leading left singular vectors give the poles (the matrix-pencil
-    or ESPRIT method) and least squares the weights. Those are held to ``k(0) = 1`` and
-    ``k'(0) = 0``: equal numbers must not push each other apart. The largest error found on a fine
-    grid is returned with the table: 1.5e-5, 1.9e-7, 2.8e-11 for 3, 4, 6 pairs (of the slope 2.0e-4,
+    ``exp(-p · step)``. The singular values of the Gaussian's Hankel matrix fall by two orders of
+    magnitude per pair, so its leading left singular vectors give the poles (the matrix-pencil or
+    ESPRIT method), and least squares gives the weights. The weights are constrained to ``k(0) = 1``
+    and ``k'(0) = 0``, so that equal numbers do not repel each other. The largest error on a fine
+    grid is stored in the table: 1.5e-5, 1.9e-7, 2.8e-11 for 3, 4, 6 pairs (for the slope 2.0e-4,
     3.8e-6, 1.0e-9).
 
     Reference: Beylkin & Monzón, *On approximation of functions by exponential sums*, 2005.
@@ -80,7 +80,7 @@ def fit_gaussian(pairs: int, *, reach: float = 7.0, samples: int = 401) -> Expon
     poles = poles[poles.imag.argsort()]
     waves = torch.exp(-poles * grid.unsqueeze(-1))
     # Re(w · wave) is linear in (Re w, Im w) with the columns (Re wave, -Im wave), so
-    # Re Σ w = 1 and Re Σ w p = 0 are two equations for them: one solution, and what is left free.
+    # Re Σ w = 1 and Re Σ w p = 0 are two linear equations: one solution, plus their null space.
     columns = torch.cat([waves.real, -waves.imag], -1)
     held = torch.stack([columns[0], torch.cat([poles.real, -poles.imag])])
     right, free = torch.linalg.pinv(held)[:, 0], torch.linalg.svd(held).Vh[2:].mT
@@ -99,7 +99,7 @@ def uniform_error(table: ExponentialSum) -> float:
 
 ABSOLUTE = ExponentialSum("absolute", weights=(1.0,), poles=(1.0,), error=0.0)
 
-# Made by fit_gaussian(pairs); a test fits them again and checks the errors.
+# Computed by fit_gaussian(pairs); a test repeats the fit and checks the errors.
 GAUSSIAN = {
     3: ExponentialSum(
         "squared",

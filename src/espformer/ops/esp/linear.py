@@ -1,13 +1,14 @@
 """ESP attention in linear time: slice costs and plans applied to values, without any N×N matrix.
 
-In rank order a soft sort is ``A = S P``: P permutes tokens into ranks and S mixes near ranks,
-``S = diag(out) κ diag(in)`` with κ the kernel of the sorted numbers. So
+In rank order a soft sort is ``A = S P``: P permutes tokens into ranks, and S mixes neighbouring
+ranks, ``S = diag(out) κ diag(in)`` with κ the kernel of the sorted numbers. So
 
     slice_costs:  D_l = (1/N) Σ_n [ (A‖q‖²)_n (TB1)_n + (A1)_n (TB‖k‖²)_n - 2 (AQ)_n · (TBK)_n ]
     apply_plans:  N · Σ_l σ_l U_l V = Σ_l σ_l A_lᵀ T B_l V
 
-are gathers and products with κ. Slices are worked on in groups: beyond inputs, outputs and the
-sorted numbers only one group's intermediates exist, in the backward too, which recomputes them.
+are gathers and products with κ. Slices are processed in groups. Beyond inputs, outputs and the
+sorted numbers, memory holds the intermediates of one group at a time. The backward pass recomputes
+them, also group by group.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ class Ranking(NamedTuple):
     ranks: Tensor  # (batch, L, N): the rank of each token
     valid: Tensor | None  # (batch, 1, N): ranks that are not padding
     lengths: Tensor  # (batch,)
-    identity: bool = False  # the soft sort is the identity, and the tokens stand in order
+    identity: bool = False  # the soft sort is the identity; the tokens are in order already
 
     def group(self, part: slice, points: Tensor) -> Ranking:
-        """Some of the slices, with the points that gradients shall flow to."""
+        """The ranking of some slices; `points` replaces theirs, so that gradients flow to it."""
         return self._replace(points=points, order=self.order[:, part], ranks=self.ranks[:, part])
 
 
 def rank_tokens(projections: Tensor, mask: Tensor | None) -> Ranking:
-    """Sorts the tokens of every slice; padded tokens come last whatever their projection is."""
+    """Sorts the tokens of every slice; padded tokens come last, whatever their projection."""
     ranking = sort_tokens(projections, mask)
     order = ranking.order
     positions = torch.arange(order.shape[-1], device=order.device).expand_as(order)
@@ -57,9 +58,9 @@ def rank_tokens(projections: Tensor, mask: Tensor | None) -> Ranking:
 
 
 def sort_tokens(projections: Tensor, mask: Tensor | None) -> Ranking:
-    """The ranking without the rank of each token: `ranks` is left to whoever needs it."""
+    """Like :func:`rank_tokens`, but without the rank of each token: `ranks` is not valid."""
     batch, _, tokens = projections.shape
-    projections = projections.contiguous()  # a sort keeps the strides of a transposed matrix
+    projections = projections.contiguous()  # a sort would keep the strides of a transposed matrix
     positions = torch.arange(tokens, device=projections.device)
     if mask is None:
         points, order = projections.sort(dim=-1, stable=True)
@@ -69,7 +70,7 @@ def sort_tokens(projections: Tensor, mask: Tensor | None) -> Ranking:
         order = keys.argsort(dim=-1, stable=True)
         lengths = mask.sum(-1)
         valid = (positions < lengths.unsqueeze(-1)).unsqueeze(1)
-        # Padding stands where the last token stands: distance zero, and its operand is zero.
+        # Padding repeats the point of the last real token, at distance zero, with a zero operand.
         last = order.gather(
             -1, (lengths - 1).clamp(min=0).view(-1, 1, 1).expand(-1, order.shape[1], 1)
         )
@@ -78,7 +79,7 @@ def sort_tokens(projections: Tensor, mask: Tensor | None) -> Ranking:
 
 
 def in_order(projections: Tensor, mask: Tensor | None) -> Ranking:
-    """The ranking of an `identity_side`, which nobody needs to sort."""
+    """The ranking of an `identity_side`, whose tokens are in order already."""
     batch, slices, tokens = projections.shape
     positions = torch.arange(tokens, device=projections.device)
     if mask is None:
@@ -154,7 +155,7 @@ class SoftMixing:
         self.scale_in: Tensor | None = None
         if balance == "rows":
             self.scale_out = row_sums.reciprocal()
-            if absent is not None:  # padded ranks neither give nor take
+            if absent is not None:  # padded ranks neither give nor receive weight
                 self.scale_out = self.scale_out.masked_fill(absent, 0)
             return
         x = row_sums.rsqrt() * present
@@ -275,8 +276,8 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
 
 
 def _worth_tracing(problem: Problem, value: Tensor) -> bool:
-    """Whether a compiler shall look inside: slices are one group, and of a size that is fixed."""
-    from torch.fx.experimental.symbolic_shapes import has_static_value  # heavy: sympy
+    """Whether a compiler should trace the operator: the slices form one group of static size."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # slow: imports sympy
 
     batch, tokens, head_dim = problem.query.shape
     width = max(head_dim + 2, value.shape[-1]) * max(tokens, problem.key.shape[-2])
@@ -297,7 +298,7 @@ def _attend(problem: Problem, value: Tensor) -> Tensor:
             queries.points.shape[-1], keys.points.shape[-1], value.dtype,
         )  # fmt: skip
     inv_bandwidth = problem.inv_bandwidth()
-    if problem.options.hard:  # no gradient reaches the numbers that are sorted
+    if problem.options.hard:  # a hard sort gives the sorted numbers no gradient
         queries = queries._replace(points=queries.points.detach())
         keys = keys._replace(points=keys.points.detach())
         inv_bandwidth = inv_bandwidth.detach()
@@ -332,7 +333,7 @@ def plan(problem: Problem) -> Tensor:
 
 
 def same_lengths(problem: Problem) -> bool:
-    """Whether every sequence has as many queries as keys, decided without looking at the data."""
+    """Whether every sequence has as many queries as keys, known from shapes and masks alone."""
     same_tokens = problem.query.shape[-2] == problem.key.shape[-2]
     return same_tokens and (problem.query_mask is problem.key_mask or bool(problem.identity_side))
 
@@ -341,11 +342,14 @@ def _by_slice_groups(
     fn: Callable[..., Tensor], width: int, shared: tuple[Tensor, ...], sliced: tuple[Tensor, ...],
     inv_bandwidth: Tensor, *, concatenate: bool,
 ) -> Tensor:  # fmt: skip
-    """``fn(group, *shared, *(t[:, group] for t in sliced), inv_bandwidth)``, added or joined."""
+    """``fn(group, *shared, *(t[:, group] for t in sliced), inv_bandwidth)`` for all groups.
+
+    The results are summed, or concatenated along the slices.
+    """
     batch, slices = sliced[0].shape[:2]
-    # A graph that is exported serves batches and lengths of all sizes: it cannot depend on them.
+    # An exported graph serves all batch sizes and lengths, so its groups cannot depend on them.
     size = slices if is_exporting() else max(1, GROUP_ELEMENTS // max(1, batch * width))
-    size = -(-slices // -(-slices // size))  # as many groups, of nearly equal sizes
+    size = -(-slices // -(-slices // size))  # the same number of groups, of nearly equal sizes
     groups = [slice(i, min(i + size, slices)) for i in range(0, slices, size)]
     if len(groups) == 1:
         return fn(groups[0], *shared, *sliced, inv_bandwidth)
@@ -355,7 +359,10 @@ def _by_slice_groups(
 
 
 class _SliceGroups(torch.autograd.Function):
-    """Runs a function group by group, and again in the backward: one group's graph at a time."""
+    """Runs a function group by group, in the forward and again in the backward pass.
+
+    So only the graph of one group exists at a time.
+    """
 
     @staticmethod
     def forward(
@@ -396,6 +403,6 @@ class _SliceGroups(torch.autograd.Function):
 
 
 def _part(tensors: tuple[Tensor, ...], shared: int, group: slice) -> list[Tensor]:
-    """The group's share of the sliced tensors; the shared ones and the last one whole."""
+    """The arguments of one group: shared tensors and the last one whole, the others sliced."""
     last = len(tensors) - 1
     return [t[:, group] if shared <= i < last else t for i, t in enumerate(tensors)]

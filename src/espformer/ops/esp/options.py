@@ -1,9 +1,9 @@
-"""Every option of ESP attention, once: its name, type, default, check and sentence.
+"""The options of ESP attention: each with its name, type, default, check and description.
 
 :func:`espformer.esp_attention`, :func:`espformer.esp_plan` and :class:`espformer.nn.ESP` take these
-options as keywords; the compiled operator's schema, what a checkpoint saves and the table in the
-documentation are made from the same list. A new option is one field here, its type in `Options`,
-and the place that uses it.
+options as keywords. The schema of the compiled operator, the options saved in a checkpoint and the
+table in the documentation are made from the same list. To add an option, add a field here and its
+type in `Options`, and use it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ BALANCES = ("rows", "both")
 UNITS = ("spread", "absolute")
 TIES = ("stable", "average")
 COUPLINGS = ("quantile", "interpolate", "identity")
-MOST_INVERSE_TEMPERATURE = 1e30  # times a cost, still a number in float32
+MOST_INVERSE_TEMPERATURE = 1e30  # multiplied by a cost, it still fits in float32
+MOST_COST_EXPONENT = 4.0
 
 T = TypeVar("T", bound=Callable[..., Any])
 
 
 def _positive_temperature(t: float | Tensor) -> str | None:
-    # A tensor is looked at where its device is known: see `functional.arguments`.
+    # Tensors are checked where their device is known: see `functional.arguments`.
     if isinstance(t, Tensor) or t > 0:
         return None
     return f"must be > 0, got {t} (for hard sorting pass hard=True)"
@@ -40,6 +41,12 @@ def _in_range(tau: float) -> str | None:
         f"must be in [0, {MOST_INVERSE_TEMPERATURE:g}], got {tau} (0 weighs all slices alike, 1e6 "
         "takes the cheapest)"
     )
+
+
+def _exponent(p: float) -> str | None:
+    if 0 < p <= MOST_COST_EXPONENT:
+        return None
+    return f"must be in (0, {MOST_COST_EXPONENT:g}], got {p} (2 is the mean squared distance)"
 
 
 def _share(share: bool | float) -> str | None:
@@ -70,24 +77,25 @@ def _option(
     """One option.
 
     Args:
-        default: its value unless given.
-        meaning: the sentence that documents it.
-        choices: the texts that it may be.
+        default: the default value.
+        meaning: the description for the documentation.
+        choices: the strings that are allowed.
         check: returns what is wrong with a value, or None.
-        kernel: it goes to the operator as a plain value (others are resolved before).
-        before: it changes over the life of a model, so checkpoints save it; and what checkpoints
-            mean that do not have it.
+        kernel: the operator takes it as a plain value (the others are resolved before the call).
+        before: for an option that checkpoints save, because it changes while a model is trained,
+            annealed or hardened: its value for checkpoints that do not contain it.
     """
     details = {"meaning": meaning, "choices": choices, "check": check, "kernel": kernel}
     return field(default=default, metadata=details | {"before": before})
 
 
 class Options(TypedDict, total=False):
-    """The keywords of :class:`ESPOptions`, for type checkers: a test holds the two together."""
+    """The keywords of :class:`ESPOptions`, for type checkers; a test keeps both in step."""
 
     sort_temperature: float | Tensor
     temperature_unit: str
     inverse_temperature: float
+    cost_exponent: float
     metric: str
     balance: str
     hard: bool
@@ -100,7 +108,7 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class ESPOptions:
-    """The options of ESP attention: everything that a call says besides its tensors."""
+    """The options of ESP attention: all arguments of a call except its tensors."""
 
     sort_temperature: float | Tensor = _option(
         0.3,
@@ -146,6 +154,14 @@ class ESPOptions:
         check=_in_range,
         kernel=True,
     )
+    cost_exponent: float = _option(
+        2.0,
+        "p of the transport cost of a slice, ``D = (mean squared distance) ** (p / 2)``, that τ "
+        "weighs: 2 as in the paper, 1 for a root mean square, which does not grow faster than the "
+        "distances.",
+        check=_exponent,
+        kernel=True,
+    )
     metric: str = _option(
         "absolute",
         '``"absolute"``: ``dist = |x - y|``, exact in linear time. ``"squared"``, as in the paper: '
@@ -186,13 +202,13 @@ class ESPOptions:
     )
 
     def check(self, name: str) -> None:
-        """Raises a ValueError, in the name of the function that was called, for a wrong value."""
+        """Raises an error for a wrong value; `name` is the called function, for the message."""
         for option in fields(self):
             check_option(name, option, getattr(self, option.name))
 
 
 def check_option(name: str, option: Field[Any], value: Any) -> None:
-    """Raises a ValueError unless `value` is one that `option` can have."""
+    """Raises a TypeError or ValueError if `option` cannot have this value."""
     choices, check = option.metadata["choices"], option.metadata["check"]
     number = str(option.type).startswith("float")
     if choices is None and isinstance(value, str | bool if number else str):
@@ -218,7 +234,7 @@ def encode(name: str, value: Any) -> float:
 
 
 def decode(name: str, number: float) -> Any:
-    """The value that :func:`encode` made a number of."""
+    """The inverse of :func:`encode`."""
     option = OPTIONS[name]
     if option.metadata["choices"] is not None:
         return option.metadata["choices"][int(number)]
@@ -226,13 +242,13 @@ def decode(name: str, number: float) -> Any:
 
 
 def describe(indent: int) -> str:
-    """The options as the lines of a docstring's ``Args:``."""
+    """The options as lines for the ``Args:`` section of a docstring."""
     pad = " " * indent
     return "\n".join(f"{pad}{name}: {o.metadata['meaning']}" for name, o in OPTIONS.items())
 
 
 def takes_options(function: T) -> T:
-    """Shows the options in the signature and, for ``{options}``, in the docstring of `function`.
+    """Adds the options to the signature of `function`, and to its docstring at ``{options}``.
 
     The function takes them as ``**options: Unpack[Options]``.
     """
@@ -251,7 +267,7 @@ def takes_options(function: T) -> T:
 
 
 def document(item: Any) -> None:
-    """Writes the options where the docstring of `item` says ``{options}``."""
-    if item.__doc__ is not None:  # which it is under python -OO
+    """Replaces ``{options}`` in the docstring of `item` by the descriptions of the options."""
+    if item.__doc__ is not None:  # python -OO removes docstrings
         line = next((x for x in item.__doc__.splitlines() if x.strip() == "{options}"), "")
         item.__doc__ = item.__doc__.replace(line, describe(len(line) - len("{options}")), 1)

@@ -1,4 +1,4 @@
-"""A checked call of ESP attention in one shape: the input of every backend."""
+"""A call of ESP attention, checked and brought to one shape: the input of every backend."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from torch import Tensor
 
 from espformer.ops.esp.options import ESPOptions
 
-# Sharper is no different: the bandwidth is far below any distance of numbers. From here on the
-# derivatives of 1/t and 1/sqrt(t) are at most 1e36, which float32 can hold.
+# Lower temperatures change nothing, because the bandwidth is already far below any distance. Above
+# these values the derivatives of 1/t and 1/sqrt(t) are at most 1e36, which float32 can hold.
 LEAST_TEMPERATURE = {"absolute": 1e-18, "squared": 1e-24}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Everything that decides the plan; ``batch`` stands for all leading dimensions with the heads.
+    """All inputs that determine the plan; ``batch`` is the product of all leading dimensions.
 
-    Queries and keys have the caller's dtype and are not scaled yet, so that a kernel may sort
-    16-bit numbers as such; padded tokens hold zeros. Masks are True where a token takes part.
+    Queries and keys have the caller's dtype and are not scaled yet, so that a kernel can sort
+    16-bit numbers directly. Padded tokens hold zeros. Masks are True where a token takes part.
     """
 
     query: Tensor  # (batch, N, m)
     key: Tensor  # (batch, M, m)
-    # With a scale; a temperature that is a tensor is (batch,) or (1,).
+    # The scale is set; a temperature is a number, or a tensor of shape (batch,) or (1,).
     options: ESPOptions = field(default_factory=lambda: ESPOptions(scale=1.0))
     slices: Tensor | None = None  # Θ, (batch or 1, L, m); None means the axes
     slice_logits: Tensor | None = None  # b, (batch or 1, L): learnt preferences of slices
     query_mask: Tensor | None = None  # (batch, N)
     key_mask: Tensor | None = None  # (batch, M)
-    keep: Tensor | None = None  # (batch, L): slices that slice dropout left in
-    # "query" or "key": the numbers of that side are in order, padding last, and so far apart that
-    # its soft sort is the identity, and it has as many tokens as the other. A backend may skip it.
+    keep: Tensor | None = None  # (batch, L): True for slices that slice dropout keeps
+    # "query" or "key": the soft sort of that side is the identity, because its numbers are in order
+    # (padding last) and far apart. It has as many tokens as the other side. A backend may skip it.
     identity_side: str = ""
 
     @property
@@ -43,7 +43,7 @@ class Problem:
 
     @property
     def scale(self) -> float:
-        """The factor of queries and keys."""
+        """The factor that queries and keys are multiplied by."""
         assert self.options.scale is not None
         return self.options.scale
 
@@ -52,14 +52,14 @@ class Problem:
         return replace(self, options=replace(self.options, **changes))
 
     def scaled(self) -> Problem:
-        """The same problem with queries and keys scaled, in the dtype that is computed in."""
+        """The same problem with queries and keys scaled, in the dtype of the computation."""
         query, key = self.query.to(self.dtype) * self.scale, self.key.to(self.dtype) * self.scale
         return replace(self, query=query, key=key).with_options(scale=1.0)
 
     def nonfinite_marker(self) -> Tensor:
-        """NaN for every head that holds NaN or an infinity, else zero: (batch,).
+        """NaN for every head that contains NaN or an infinity, else zero: (batch,).
 
-        A sort has a place for NaN and would hide it; whoever holds one shall see it.
+        A sort ranks NaN like any number and would hide it. Added to the output, this shows it.
         """
         tensors = (self.query, self.key, self.slices)
         zero, *others = (
@@ -76,21 +76,21 @@ class Problem:
         t = self.options.sort_temperature
         if isinstance(t, Tensor):
             return t
-        # A compiler keeps a factor apart from its graph; `torch.full` it would compile anew for
-        # every temperature.
+        # torch.compile treats this factor as an input of its graph. With torch.full it would
+        # recompile for every temperature.
         return torch.ones(1, device=self.query.device, dtype=self.dtype) * t
 
     def inv_bandwidth(self, count: int = 1) -> Tensor:
         """One over the width of the sort kernel: ``1/t``, or ``1/sqrt(t)`` for squared distances.
 
-        In units of the spread it is ``1/t`` for both metrics, and points are divided by their
-        spread. (batch,); of a number that is not compiled, `count` times the same in one launch,
-        else (1,).
+        In units of the spread it is ``1/t`` for both metrics, because points are divided by their
+        spread. The shape is that of a temperature tensor, (batch,) or (1,). For a number it is
+        (count,) with equal entries, made in one launch, and (1,) under ``torch.compile``.
         """
         t, metric = self.options.sort_temperature, self.options.metric
         linear = metric == "absolute" or self.options.temperature_unit == "spread"
         power, least = (-1.0, 1e-18) if linear else (-0.5, LEAST_TEMPERATURE[metric])
-        lowest = 1e-30  # all numbers are equal to that
+        lowest = 1e-30  # for a kernel this wide all numbers are equal
         if not (isinstance(t, Tensor) or torch.compiler.is_compiling()):
             inverse = max(max(t, least) ** power, lowest)
             return torch.full((count,), inverse, device=self.query.device, dtype=self.dtype)
@@ -106,8 +106,8 @@ class Problem:
         """Points in the unit of the temperature: divided by their spread, or as they are.
 
         Args:
-            points: (batch, L, N), in any order; where they are no tokens, any finite number.
-            valid: broadcastable to them, True where they are tokens that take part.
+            points: (batch, L, N), in any order. Entries that are not tokens hold any finite number.
+            valid: broadcastable to points, True for tokens that take part.
         """
         if self.options.temperature_unit == "absolute" or self.options.hard:
             return points
@@ -116,7 +116,8 @@ class Problem:
     def centre(self) -> Tensor:
         """The mean of the keys that take part, (batch, 1, m), without a gradient.
 
-        Costs do not change when both clouds move together, and near the origin they do not cancel.
+        Costs do not change if both clouds are translated. Centred, they do not lose precision by
+        cancellation.
         """
         key = self.key.detach()
         if self.key_mask is None:
@@ -127,8 +128,17 @@ class Problem:
         return mean.nan_to_num()
 
     def slice_weights(self, costs: Tensor | None) -> Tensor | None:
-        """``σ = softmax(b - τ D)`` over the slices that dropout kept; None for the plain mean."""
-        logits = None if costs is None else -self.options.inverse_temperature * costs
+        """``σ = softmax(b - τ D)`` over the slices that dropout kept; None for the plain mean.
+
+        Args:
+            costs: mean squared distances, (batch, L), of which D is a power.
+        """
+        logits = None
+        if costs is not None:
+            power = self.options.cost_exponent / 2
+            if power != 1:  # has no slope at zero, where that of a root is infinite
+                costs = costs.clamp(min=torch.finfo(costs.dtype).tiny ** 0.5) ** power
+            logits = -self.options.inverse_temperature * costs
         if self.slice_logits is not None:
             logits = self.slice_logits if logits is None else logits + self.slice_logits
         if self.keep is not None:
@@ -140,12 +150,12 @@ class Problem:
 def spread(points: Tensor, valid: Tensor | None) -> Tensor:
     """The standard deviation of the points of every slice, (batch, L, 1), never zero.
 
-    It is measured in units of the largest point, so that no square leaves the range of float32.
-    Points that differ by a few roundings at most have no spread: their differences are zero,
-    whatever they are divided by, and a gradient of zero must not be blown up.
+    It is computed relative to the largest point, so that squares stay in the range of float32. If
+    points differ only by rounding, the largest point is returned instead: dividing by a spread near
+    zero would amplify the rounding, and the gradient.
     """
     here = points if valid is None else torch.where(valid, points, 0)
-    least = torch.finfo(points.dtype).tiny ** 0.75  # whose inverse, too, is far from the limits
+    least = torch.finfo(points.dtype).tiny ** 0.75  # so that its inverse does not overflow
     largest = here.detach().abs().amax(-1, keepdim=True).clamp(min=least)
     if valid is None:
         variance = ((points - points.mean(-1, keepdim=True)) / largest).square().mean(-1, True)

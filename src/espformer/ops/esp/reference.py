@@ -1,7 +1,7 @@
 """Algorithm 1 of *ESPFormer: Doubly-Stochastic Attention with Expected Sliced Transport Plans*.
 
-Dense and obvious, in the paper's symbols: the oracle that every other backend is tested against.
-Costs O(L N²) time and memory.
+This is the dense formula in the paper's symbols, and the oracle that every other backend is tested
+against. It takes O(L N²) time and memory.
 """
 
 from __future__ import annotations

@@ -1,28 +1,29 @@
 """Linear-time products with the kernel matrix of sorted numbers.
 
 For sorted numbers ``s_1 ≤ … ≤ s_N`` and ``κ[n, j] = k(|s_n - s_j| / width)`` this module computes
-``κ X`` in O(N) time and memory, with its gradients. No N×N matrix exists at any moment.
+``κ X`` in O(N) time and memory, with its gradients. No N×N matrix is formed.
 
-The kernel is a short sum of exponentials ``k(x) = Re Σ_r w_r exp(-p_r x)``. Ranks are cut into
-chunks. Inside a chunk the small dense block of ``κ`` is used. What all earlier chunks contribute
-to the points of chunk c is carried in one state per pole, measured at the chunk's end ``e_c``:
+The kernel is a short sum of exponentials ``k(x) = Re Σ_r w_r exp(-p_r x)``. Ranks are divided into
+chunks. Inside a chunk the small dense block of ``κ`` is used. One state per pole carries the
+contribution of all earlier chunks, evaluated at the chunk's end ``e_c``:
 
     H_c = Σ_{j in chunks ≤ c} exp(-p (e_c - s_j)) x_j
     (κX)_n = (dense block) + Re Σ_r w_r exp(-p_r (s_n - e_{c-1})) H_{c-1,r} + (the mirror image)
 
-and the states obey ``H_c = exp(-p (e_c - e_{c-1})) H_{c-1} + (the chunk's own inflow)``. Every
-exponential has a non-negative argument: no overflow, for any temperature. Distances are always
-differences of sorted numbers scaled afterwards, never differences of scaled numbers: in float32
-that is the difference between working and failing at t = 1e-6.
+and the states obey ``H_c = exp(-p (e_c - e_{c-1})) H_{c-1} + (the chunk's own sum)``. Every
+exponential decays, so nothing overflows at any temperature. Distances are differences of sorted
+numbers that are scaled afterwards. Differences of scaled numbers would lose all precision in
+float32 at t = 1e-6.
 
 The gradient is the same operator. With upstream P, κ symmetric and κ' odd,
 
     dX = κ P,     ds_n = P_n · (κ'X)_n + X_n · (κ'P)_n,     width · d/d width = -Σ_n s_n ds_n,
 
 where κ' has the same poles with weights ``-w_r p_r``. Two things need care. ``exp(-|x|)`` has a
-kink at zero: equal numbers shall not push each other apart by the order they happen to stand in,
-so κ' is zero there. And ``Σ_n s_n ds_n`` cancels when the width is small beside the spread: it is
-added up from pairs, ``(s_n - s_j)`` times the force between them.
+kink at zero. The order of equal numbers is arbitrary and must not change their gradients, so κ' is
+taken as zero there. And the terms of ``Σ_n s_n ds_n`` cancel if the width is small compared with
+the spread, so this sum is computed pair by pair: ``(s_n - s_j)`` times the gradient ("force")
+between the two.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ CHUNK = 32
 
 
 class ChunkStates:
-    """What chunks hand on to each other: decays ``exp(-p x)`` to and from their borders.
+    """The recurrence over chunks: decays ``exp(-p x)`` to and from chunk borders, and states.
 
-    A chunk receives from the left what stood at the end of the one before it, and from the right
-    what stood at the start of the one after it; the outermost receive zeros. Both sides share one
-    matrix, real and with the columns (left, right), for complex poles (Re left, Re right, Im left,
-    Im right), and so do the rows of their states.
+    A chunk receives two states per pole: one from the left, evaluated at the end of the previous
+    chunk, and one from the right, evaluated at the start of the next chunk. The outermost chunks
+    receive zeros. Both sides share one real matrix with the columns (left, right); for complex
+    poles (Re left, Re right, Im left, Im right). The rows of the states have the same order.
     """
 
     def __init__(self, numbers: Tensor, scale: Tensor, poles: Tensor) -> None:
@@ -66,14 +67,14 @@ class ChunkStates:
         distance = distance.unsqueeze(-1)
         if not self.poles.is_complex():
             return decay(self.poles * distance)
-        # Eight times as fast as the exponential of a complex number.
+        # Eight times as fast as torch.exp of complex numbers.
         return torch.polar(decay(self.poles.real * distance), -self.poles.imag * distance)
 
     def _both(self, left: Tensor, right: Tensor) -> Tensor:
         return torch.cat([self._decay(left), self._decay(right)], -1)
 
     def _hops(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """What is left of the states 1, 2, 4, … chunks on: two of (…, chunks - hop, poles, 1)."""
+        """Decays of states over 1, 2, 4, … chunks, left and right: (…, chunks - hop, poles, 1)."""
         hop = 1
         while hop < self.ends.shape[-2]:
             left, right = (
@@ -84,9 +85,10 @@ class ChunkStates:
             hop *= 2
 
     def states(self, x: Tensor) -> Tensor:
-        """H of a split operand, what arrives at every chunk: (batch, slices, chunks, rows, width).
+        """The states H that arrive at every chunk: (batch, slices, chunks, rows, width).
 
-        Adds to every chunk's own what others hand on, by doubling: log2(chunks) steps.
+        Every chunk sums its own part of the split operand x. Doubling adds the sums of the other
+        chunks, in log2(chunks) steps.
         """
         own = self.into.mT @ x
         if self.poles.is_complex():
@@ -98,7 +100,7 @@ class ChunkStates:
             from_right = _flush(epsilon, right[..., hop:, :, :] * right_decay)
             left[..., hop:, :, :].add_(from_left)
             right[..., :-hop, :, :].add_(from_right)
-        # A chunk receives what its neighbours have.
+        # A chunk receives the states of its neighbours, without its own sum.
         arriving = torch.zeros_like(own)
         from_left, from_right = arriving.chunk(2, -2)
         from_left[..., 1:, :, :] = left[..., :-1, :, :]
@@ -106,17 +108,20 @@ class ChunkStates:
         return torch.cat([arriving.real, arriving.imag], -2) if own.is_complex() else arriving
 
     def readout(self, left: Tensor, right: Tensor) -> Tensor:
-        """The matrix of ``Re Σ_r w_r exp(-p_r x_n) H_r``, with the weights of either side."""
+        """The matrix that maps states to ``Re Σ_r w_r exp(-p_r x_n) H_r``, given the weights w."""
         weighted = self.out_of * torch.cat([left, right])
         return torch.cat([weighted.real, -weighted.imag], -1) if weighted.is_complex() else weighted
 
     def sides(self, pulls: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums over the columns of the left and of the right."""
+        """Sums over the columns that belong to the left states, and over those of the right."""
         left, right = pulls.unflatten(-1, (-1, 2, len(self.poles))).sum((-3, -1)).unbind(-1)
         return left, right
 
     def flow(self, left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
-        """What passes over each chunk: ``Re Σ_r w_r exp(-p_r x) H_r · H_r``, x from end to end."""
+        """Interaction of the ranks left of each chunk with those right of it.
+
+        ``Re Σ_r w_r exp(-p_r x) H_left,r · H_right,r``, where x is the distance across the chunk.
+        """
         r = len(self.poles)
         if not self.poles.is_complex():
             left, right = left[..., :r, :], right[..., r:, :]
@@ -132,12 +137,12 @@ def _parts(states: Tensor) -> Tensor:
 
 
 def _magnitude(states: Tensor) -> Tensor:
-    """The largest part of any state of a head: (batch, 1, 1, 1, 1)."""
+    """The largest real or imaginary part of the states of a head: (batch, 1, 1, 1, 1)."""
     return _parts(states).abs().flatten(1).amax(1).view(-1, 1, 1, 1, 1)
 
 
 def _flush(epsilon: Tensor, states: Tensor) -> Tensor:
-    """Sets to zero, in place, what has decayed several times over: see `NEGLIGIBLE`."""
+    """Sets states below epsilon to zero, in place: see `NEGLIGIBLE`."""
     numbers = _parts(states)
     numbers.masked_fill_(
         numbers.abs() < (epsilon.unsqueeze(-1) if states.is_complex() else epsilon), 0
@@ -146,7 +151,7 @@ def _flush(epsilon: Tensor, states: Tensor) -> Tensor:
 
 
 class SortedKernel:
-    """The matrix ``κ[n, j] = k(|s_n - s_j| · inv_bandwidth)``, ready to be multiplied with.
+    """The matrix ``κ[n, j] = k(|s_n - s_j| · inv_bandwidth)``, as a linear-time operator.
 
     Args:
         points: ``(batch, slices, ranks)``, ascending along the last dimension.
@@ -201,7 +206,7 @@ class SortedKernel:
         return (s.unsqueeze(-2) - s.unsqueeze(-1)).mul_(self.scale.unsqueeze(-1))
 
     def _prepare_slopes(self) -> None:
-        """Derivatives in ``s_n``, for scaled numbers: of the block, and of what states bring."""
+        """Derivatives with respect to scaled ``s_n``: of the block, and of reading the states."""
         x = self._differences()
         x = x.sign_() if self.table.metric == "absolute" else x.mul_(2)
         self.block_slope = x.mul_(self.block)
@@ -209,9 +214,12 @@ class SortedKernel:
             self.pulling = self.transfer.readout(self.slopes, -self.slopes)
 
     def _ties(self) -> ChunkStates | None:
-        """Waves that die at once carry what stands at exactly the same number; None if nothing."""
+        """States that only equal numbers of other chunks contribute to; None without such ties.
+
+        Their pole is so large that they vanish over any distance.
+        """
         first, last = self.numbers[..., 1:, 0], self.numbers[..., :-1, -1]
-        # On a GPU the numbers are not looked at: that would wait for the device.
+        # On a GPU ties are assumed: reading the numbers would synchronise the device.
         looked_at = first.device.type == "cpu" and not torch.compiler.is_compiling()
         if looked_at and not bool((first == last).any()):
             return None
@@ -228,7 +236,7 @@ class SortedKernel:
         return y.flatten(-3, -2)[..., : self.points.shape[-1], :]
 
     def states(self, x: Tensor) -> Tensor | None:
-        """What a split operand sends from chunk to chunk; None if there is one chunk."""
+        """The states of a split operand; None if there is only one chunk."""
         return self.transfer.states(x) if self.chunks > 1 else None
 
     def multiply(self, x: Tensor, states: Tensor | None) -> Tensor:
@@ -248,7 +256,7 @@ class SortedKernel:
             return ds
         ds += self._pull(p, x_states).sum(-1) + self._pull(x, p_states).sum(-1)
         ties = self._ties() if self.table.metric == "absolute" else None
-        if ties is not None:  # k'(0) is zero, not -1
+        if ties is not None:  # remove the contribution of ties: k'(0) is zero, not -1
             one = torch.ones_like(self.slopes)
             undo = ties.readout(one, -one)
             ds += (undo * (p @ ties.states(x).mT)).sum(-1)
@@ -264,7 +272,8 @@ class SortedKernel:
     ) -> Tensor:
         """``Σ_n s_n ds_n`` for scaled numbers, (batch, slices, 1): pair by pair.
 
-        The way between two numbers leads to the end of a chunk, over whole chunks, and on.
+        The distance between two numbers has three parts: to the border of the first one's chunk,
+        across the chunks between, and from the border of the second one's chunk.
         """
         force = (p @ x.mT).mul_(self.block_slope)
         total = -force.mul_(self._differences()).sum((-3, -2, -1))
@@ -281,7 +290,7 @@ class SortedKernel:
 
 
 class _Product(torch.autograd.Function):
-    """``κ x``; what is kept for the backward is O(ranks)."""
+    """``κ x``. It saves O(ranks · width) numbers for the backward pass."""
 
     @staticmethod
     def forward(

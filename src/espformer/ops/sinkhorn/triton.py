@@ -69,10 +69,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from espformer.ops.common.autograd import refuse_double_backward
+from espformer.ops.common.autograd import refuse_double_backward, without_autocast
 from espformer.ops.common.custom_op import operator
+from espformer.ops.common.launch import Launch, Shape, ceil_div, once, power_of_2
 from espformer.ops.common.masks import zero_padding
-from espformer.ops.common.sizes import ceil_div, power_of_2
 
 __all__ = ["output", "sinkhorn_backward", "sinkhorn_forward", "supported"]
 
@@ -481,6 +481,47 @@ def score_grad_kernel(
     tl.store(pointers, (sums * to_tokens).to(dx_ptr.dtype.element_ty), mask=inside_out)
 
 
+# Kernels that make the scores in tiles, and the tiles that they take.
+TILED = {
+    "potential": (potential_kernel, "potential"),
+    "output": (output_kernel, "output"),
+    "pull": (pull_kernel, "potential"),
+    "value_grad": (value_grad_kernel, "output"),
+    "score_grad": (score_grad_kernel, "grad"),
+}
+
+
+@once
+def _tiled(
+    name: str, halves: bool, heads: int, rows: int, columns: int, dim: int,
+    width: int | None, scale: float, large: bool, options: tuple[tuple[str, Any], ...],
+) -> Launch:  # fmt: skip
+    """A kernel with a program for every tile of rows of the scores."""
+    kernel, tile = TILED[name]
+    meta = constants(tile, halves, dim, width, large=large)
+    grid = (ceil_div(rows, meta["ROWS"]) * heads,)
+    return Launch(kernel, grid, N=rows, M=columns, scale=scale, **meta, **dict(options))
+
+
+@once
+def _delta_launch(shape: Shape) -> Launch:
+    heads, tokens, width = shape
+    block = max(SMALLEST, power_of_2(width))
+    rows = max(1, 4096 // block)
+    grid = (ceil_div(tokens, rows) * heads,)
+    return Launch(delta_kernel, grid, rows=tokens, WIDTH=width, BLOCK_W=block, ROWS=rows)
+
+
+@once
+def _factors_launch(shape: Shape, updates: int, of_queries: bool, halves: bool) -> Launch:
+    count, heads, tokens = shape
+    return Launch(
+        factors_kernel, (heads,), heads=heads, N=tokens, last=count - 1, updates=updates,
+        OF_QUERIES=of_queries, SPLIT=halves, RANK=rank_of(updates, halves),
+        BLOCK=min(1024, max(SMALLEST, power_of_2(tokens))),
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Sides:
     """Queries and keys of every head, ``(heads, N, D)`` and ``(heads, M, D)``, and their scores.
@@ -492,21 +533,24 @@ class Sides:
     key: Tensor
     scale: float
 
-    @property
+    @functools.cached_property
     def heads(self) -> int:
         return self.query.shape[0]
 
-    @property
+    @functools.cached_property
     def halves(self) -> bool:
         """Whether tokens have 16 bits."""
         return self.query.element_size() == 2
 
-    def _meta(self, kernel: str, width: int | None = None) -> dict[str, Any]:
-        large = _has_large_shared_memory(self.query.device)
-        return constants(kernel, self.halves, self.query.shape[-1], width, large=large)
-
-    def _grid(self, rows: Tensor, meta: dict[str, Any]) -> tuple[int]:
-        return (ceil_div(rows.shape[1], meta["ROWS"]) * self.heads,)
+    def _launch(
+        self, name: str, x: Tensor, y: Tensor, width: int | None = None,
+        **options: Any,
+    ) -> Launch:  # fmt: skip
+        """A launch with a program for every tile of rows x, which meet columns y."""
+        return _tiled(
+            name, self.halves, self.heads, x.shape[1], y.shape[1], x.shape[2], width,
+            self.scale * LOG2_E, _has_large_shared_memory(x.device), tuple(options.items()),
+        )  # fmt: skip
 
     def _across(self, to_queries: bool) -> tuple[Tensor, Tensor]:
         return (self.query, self.key) if to_queries else (self.key, self.query)
@@ -514,11 +558,8 @@ class Sides:
     def update(self, to_queries: bool, other: Tensor, mask: Tensor | None, out: Tensor) -> None:
         """One update of a potential of the queries or of the keys, from the other side's."""
         x, y = self._across(to_queries)
-        meta = self._meta("potential")
-        potential_kernel[self._grid(x, meta)](
-            x, y, other, mask, out, x.shape[1], y.shape[1], self.scale * LOG2_E,
-            MASKED=mask is not None, **meta,
-        )  # fmt: skip
+        launch = self._launch("potential", x, y, MASKED=mask is not None)
+        launch(x, y, other, mask, out)
 
     def output(
         self, value: Tensor, f: Tensor, g: Tensor, log_ratio: Tensor, mask: Tensor | None,
@@ -527,21 +568,16 @@ class Sides:
         """The attention's output; with `last_is_rows` the last potential of the queries too."""
         x, y = self.query, self.key
         out = value.new_empty(self.heads, x.shape[1], value.shape[-1])
-        meta = self._meta("output", value.shape[-1])
-        output_kernel[self._grid(x, meta)](
-            x, y, value, g, f, log_ratio, mask, out, x.shape[1], y.shape[1], self.scale * LOG2_E,
-            LAST_IS_ROWS=last_is_rows, MASKED=mask is not None, **meta,
+        launch = self._launch(
+            "output", x, y, value.shape[-1], LAST_IS_ROWS=last_is_rows,
+            MASKED=mask is not None,
         )  # fmt: skip
+        launch(x, y, value, g, f, log_ratio, mask, out)
         return out
 
     def delta(self, upstream: Tensor, output: Tensor, out: Tensor) -> None:
         """``upstream · output`` of every query."""
-        width = output.shape[-1]
-        block = max(SMALLEST, power_of_2(width))
-        rows = max(1, 4096 // block)
-        delta_kernel[(ceil_div(output.shape[1], rows) * self.heads,)](
-            upstream, output, out, output.shape[1], WIDTH=width, BLOCK_W=block, ROWS=rows
-        )
+        _delta_launch(output.shape)(upstream, output, out)
 
     def pull(
         self, to_queries: bool, mine: Tensor, theirs: Tensor, grad: Tensor, direct: Tensor | None,
@@ -549,11 +585,8 @@ class Sides:
     ) -> None:  # fmt: skip
         """The gradient of an update, back to the potential that it was made from."""
         x, y = self._across(to_queries)
-        meta = self._meta("potential")
-        pull_kernel[self._grid(x, meta)](
-            x, y, mine, theirs, grad, direct, out, x.shape[1], y.shape[1], self.scale * LOG2_E,
-            HAS_DIRECT=direct is not None, **meta,
-        )  # fmt: skip
+        launch = self._launch("pull", x, y, HAS_DIRECT=direct is not None)
+        launch(x, y, mine, theirs, grad, direct, out)
 
     def value_grad(
         self, value: Tensor, upstream: Tensor, f: Tensor, g: Tensor, log_ratio: Tensor,
@@ -561,11 +594,8 @@ class Sides:
     ) -> Tensor:  # fmt: skip
         """The gradient of the values; that of g goes to `grad`."""
         out = torch.empty_like(value)
-        meta = self._meta("output", value.shape[-1])
-        value_grad_kernel[self._grid(self.key, meta)](
-            self.query, self.key, value, upstream, f, g, log_ratio, delta, out, grad,
-            self.key.shape[1], self.query.shape[1], self.scale * LOG2_E, PULL=pull, **meta,
-        )  # fmt: skip
+        launch = self._launch("value_grad", self.key, self.query, value.shape[-1], PULL=pull)
+        launch(self.query, self.key, value, upstream, f, g, log_ratio, delta, out, grad)
         return out
 
     def factors(
@@ -573,15 +603,11 @@ class Sides:
         change: Tensor,
     ) -> Tensor:  # fmt: skip
         """The part of the updates' gradients on one side: (heads, tokens, rank)."""
-        last, heads, tokens = potentials.shape[0] - 1, *potentials.shape[1:]
-        split, rank = self.halves, rank_of(updates, self.halves)
-        dtype = SPLIT_DTYPE if split else torch.float32
-        found = potentials.new_empty(heads, tokens, rank, dtype=dtype)
-        factors_kernel[(heads,)](
-            potentials, grads, log_ratio, found, change, heads, tokens, last, updates,
-            OF_QUERIES=of_queries, SPLIT=split, RANK=rank,
-            BLOCK=min(1024, max(SMALLEST, power_of_2(tokens))),
-        )  # fmt: skip
+        rank = rank_of(updates, self.halves)
+        dtype = SPLIT_DTYPE if self.halves else torch.float32
+        found = potentials.new_empty(*potentials.shape[1:], rank, dtype=dtype)
+        launch = _factors_launch(potentials.shape, updates, of_queries, self.halves)
+        launch(potentials, grads, log_ratio, found, change)
         return found
 
     def token_grads(
@@ -605,14 +631,17 @@ class Sides:
             x, y = self._across(of_queries)
             mine, theirs = (queries, keys) if of_queries else (keys, queries)
             out = torch.empty_like(x)
-            meta = self._meta("grad", value.shape[-1]) | {"RANK": min(rank, HIGHEST_RANK)}
             # Each head is taken by one of the two.
             for factored in (True, False) if factorable else (False,):
-                score_grad_kernel[self._grid(x, meta)](
+                launch = self._launch(
+                    "score_grad", x, y, value.shape[-1], heads=self.heads,
+                    my_last=mine[1].shape[0] - 1, their_last=theirs[1].shape[0] - 1,
+                    updates=updates, to_tokens=self.scale, OF_QUERIES=of_queries,
+                    FACTORED=factored, RANK=min(rank, HIGHEST_RANK),
+                )  # fmt: skip
+                launch(
                     x, y, mine[0], theirs[0], mine[1], theirs[1], mine[2], theirs[2], mine[3],
-                    theirs[3], log_ratio, change, out, self.heads, x.shape[1], y.shape[1],
-                    mine[1].shape[0] - 1, theirs[1].shape[0] - 1, updates, self.scale * LOG2_E,
-                    self.scale, OF_QUERIES=of_queries, FACTORED=factored, **meta,
+                    theirs[3], log_ratio, change, out,
                 )  # fmt: skip
             found.append(out)
         return found[0], found[1]
@@ -762,18 +791,22 @@ def output(
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """The contract of :func:`espformer.ops.sinkhorn.torch.sinkhorn_output`, without any N×N."""
-    lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    lead = query.shape[:-2]
+    if not key.shape[:-2] == value.shape[:-2] == lead:
+        lead = torch.broadcast_shapes(lead, key.shape[:-2], value.shape[:-2])
     n, m, width = query.shape[-2], key.shape[-2], value.shape[-1]
     dtype = torch.promote_types(query.dtype, key.dtype)
 
     def flat(x: Tensor, mask: Tensor | None) -> Tensor:
         x = zero_padding(x, mask)
-        return x.expand(*lead, *x.shape[-2:]).reshape(-1, *x.shape[-2:]).contiguous()
+        if x.shape[:-2] != lead:
+            x = x.expand(*lead, *x.shape[-2:])
+        return x.reshape(-1, *x.shape[-2:]).contiguous()
 
     def flat_mask(mask: Tensor | None, tokens: int) -> Tensor | None:
         return None if mask is None else mask.expand(*lead, tokens).reshape(-1, tokens).contiguous()
 
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device):
         out, _, _ = sinkhorn_forward(
             flat(query, query_mask).to(dtype),
             flat(key, key_mask).to(dtype),

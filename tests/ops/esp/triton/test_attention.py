@@ -10,7 +10,6 @@ pytest.importorskip("triton")
 
 import espformer
 from espformer.ops.esp.triton import narrow_plan, soft_plan, states
-from espformer.ops.esp.triton.plan import Plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -118,25 +117,22 @@ def test_narrow_rows_of_many_heads(
     launched: list[str] = []
     launch = narrow_plan.NarrowPlanKernels._launch
 
-    def counted(self: Any, kernel: Any, *args: Any) -> None:
-        launched.append(kernel.fn.__name__)
-        launch(self, kernel, *args)
+    def counted(self: Any, gradients: bool, *args: Any) -> None:
+        launched.append("gradients" if gradients else "rows")
+        launch(self, gradients, *args)
 
     monkeypatch.setattr(narrow_plan, "LEAST_PAIRS", 1)
     monkeypatch.setattr(narrow_plan.NarrowPlanKernels, "_launch", counted)
-    costs = ["narrow_grad_kernel"] * bool(options["inverse_temperature"])
+    costs = ["gradients"] * bool(options["inverse_temperature"])
     sizes = {"width": 2, "value_width": 5, "masked": queries == 6}
     compare(queries, 9, torch.float16, 5e-3, learnt=False, **sizes, **options)
-    assert launched == [*costs, "narrow_apply_kernel", "narrow_grad_kernel", *costs]
+    assert launched == [*costs, "rows", "gradients", *costs]
 
 
 def test_where_recurrences_are_taken() -> None:
     def fits(heads: int, slices: int, dtype: torch.dtype, width: int = 8, **options: Any) -> bool:
-        points = torch.empty(heads, slices, 197, device="meta")
         metric = options.pop("metric", "absolute")
-        plan = Plan(*(points,) * 4, points[:, 0, 0], points, None, None, metric)
-        rows = torch.empty(heads, 197, width, dtype=dtype, device="meta")
-        return narrow_plan.fits(plan, rows, **options)
+        return narrow_plan.fits((heads, slices, 197), width, dtype, metric, **options)
 
     assert fits(4096, 8, torch.bfloat16)
     assert fits(4096, 8, torch.float16, width=16)

@@ -9,8 +9,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import espformer
-from espformer.ops.esp.triton import costs, hard_plan, ranking, soft_plan, sort, states
+from espformer.ops.esp.triton import costs, hard_plan, soft_plan, sort, states
 from espformer.ops.esp.triton.normalise import balanced_scales, row_scales
+from espformer.ops.esp.triton.plan import sort_sides
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -54,22 +55,51 @@ def strided(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         "apply_plans",
         "apply_plans_keeping_states",
         "cross_plans",
+        "sort_sides",
+        "sort_sides_of_two_lengths",
         "row_scales",
         "balanced_scales",
         "norm_costs",
         "centre_rows",
+        "centred_costs",
     ],
 )
 def test_soft_operators(name: str) -> None:
     rows, weights = numbers(1, 6, 4).requires_grad_(), torch.rand(1, 2, device=DEVICE)
     points, _, order, _, width, scale, *_ = plan()
     lengths = torch.full((1,), 4, device=DEVICE).int()
+    slices = numbers(1, 3, 4).requires_grad_()
+    two_sides = rows, numbers(1, 6, 4).requires_grad_()
+    two_lengths = (rows, numbers(1, 7, 4), slices, None, None, lengths, None, width, width)
     calls = {
+        "sort_sides": (
+            sort_sides,
+            (*two_sides, *(None,) * 5, width, width, 0.5, True, False, True, "absolute", True),
+        ),
+        "sort_sides_of_two_lengths": (
+            sort_sides,
+            (*two_lengths, 0.5, False, True, False, "absolute", True),
+        ),
         "apply_plans": (soft_plan.apply_plans, (rows, weights, 6, False, *plan())),
         "apply_plans_keeping_states": (soft_plan.apply_plans, (rows, weights, 6, True, *plan())),
         "cross_plans": (soft_plan.cross_plans, (rows, numbers(1, 6, 4), *plan())),
         "row_scales": (row_scales, (points, lengths, width, "absolute", True)),
         "balanced_scales": (balanced_scales, (points, lengths, width, "absolute", True)),
+        "centred_costs": (
+            costs.centred_costs,
+            (
+                *two_sides,
+                numbers(1, 4),
+                None,
+                None,
+                *(order, scale, None, points) * 2,
+                width,
+                width,
+                0.5,
+                "absolute",
+                True,
+            ),
+        ),
         "centre_rows": (costs.centre_rows, (rows, numbers(1, 4), None, 0.5)),
         "norm_costs": (
             costs.norm_costs,
@@ -94,7 +124,7 @@ def test_hard_operators(name: str) -> None:
         "apply_matching": (hard_plan.apply_matching, (rows, weight, order)),
         "cross_matching": (hard_plan.cross_matching, (rows.detach(), numbers(1, 6, 4), order)),
         "matching_costs": (hard_plan.matching_costs, (rows, numbers(1, 6, 4), order)),
-        "rank_points": (ranking.rank_points, (half, slices, None, None, 0.5, True)),
+        "rank_points": (sort.rank_points, (half, slices, None, None, 0.5, True)),
         "match_points": (sort.match_points, (half, half.detach().flip(1), None, None, 0.5)),
     }
     operator, arguments = calls[name]

@@ -22,7 +22,7 @@ from espformer.ops.esp.triton.dense_columns import dense_norm_costs_grad_kernel
 from espformer.ops.esp.triton.hard_plan import compose_kernel, gather_kernel, pair_kernel
 from espformer.ops.esp.triton.narrow_plan import narrow_apply_kernel, narrow_grad_kernel
 from espformer.ops.esp.triton.normalise import BACKWARD, FORWARD, balance_kernel, column_kernel
-from espformer.ops.esp.triton.ranking import back_project_kernel, point_grad_kernel, spread_kernel
+from espformer.ops.esp.triton.sort import back_project_kernel, point_grad_kernel, spread_kernel
 from espformer.ops.esp.triton.soft_plan import apply_kernel, cross_kernel
 from espformer.ops.esp.triton.sort import match_kernel, match_runs_kernel, merge_runs_kernel
 from espformer.ops.esp.triton.sort import pack_kernel, project_kernel, rank_kernel, sort_config

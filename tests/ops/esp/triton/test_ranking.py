@@ -8,8 +8,8 @@ pytest.importorskip("triton")
 
 import espformer
 from espformer.ops.esp.problem import spread
-from espformer.ops.esp.triton import ranking, sort
-from espformer.ops.esp.triton.ranking import masked_lengths, rank_points
+from espformer.ops.esp.triton import sort
+from espformer.ops.esp.triton.sort import masked_lengths, rank_points
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.7
@@ -20,14 +20,8 @@ def _in_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Rows are ranked by one program each, or in runs of 8 tokens and in blocks of 4."""
     if request.param:
         monkeypatch.setattr(sort, "RUN", 8)
-        monkeypatch.setattr(ranking, "MOST_BLOCK", 4)
-        monkeypatch.setattr(ranking, "LEAST_BLOCK", 4)
-        ranking._row_config.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def _fresh_configs() -> None:
-    ranking._row_config.cache_clear()
+        monkeypatch.setattr(sort, "MOST_BLOCK", 4)
+        monkeypatch.setattr(sort, "LEAST_BLOCK", 4)
 
 
 def tokens(dtype: torch.dtype, width: int, masked: bool) -> tuple[Tensor, Tensor | None]:

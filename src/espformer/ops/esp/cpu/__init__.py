@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from espformer.ops.common.masks import zero_padding
+from espformer.ops.esp import linear
 from espformer.ops.esp.cpu import operators, sort_operators
-from espformer.ops.esp.linear import same_lengths
 from espformer.ops.esp.options import ESPOptions
 from espformer.ops.esp.problem import Problem
 
@@ -19,6 +19,9 @@ FAR = 128.0  # bandwidths, over which exp(-x) falls below every float32 number
 def attend(problem: Problem, value: Tensor) -> Tensor:
     """``N · G V``: (batch, N, d), in linear time and memory; a head that holds NaN is all NaN."""
     marker = problem.nonfinite_marker().view(-1, 1, 1)
+    if problem.options.inverse_temperature and problem.options.cost_exponent != 2:
+        # The kernels weigh slices by mean squared distances alone.
+        return zero_padding(linear.attend(problem, value) + marker, problem.query_mask)
     # A head that holds NaN computes with zeros: kernels share room to work in.
     query, key = (x.masked_fill(marker.isnan(), 0) for x in (problem.query, problem.key))
     problem = replace(problem, query=query, key=key).scaled()
@@ -42,7 +45,7 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
         inv_bandwidth.expand(len(value)), _slice_logits(problem, query_points),
         problem.centre().squeeze(-2), problem.query_mask, problem.key_mask,
         float(options.inverse_temperature), options.metric, options.balance, options.hard,
-        options.ties, "" if same_lengths(problem) else options.coupling,
+        options.ties, "" if linear.same_lengths(problem) else options.coupling,
     )  # fmt: skip
     return zero_padding(out + marker, problem.query_mask)
 

@@ -31,16 +31,18 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
 
 def _supported(problem: Problem, value: Tensor) -> bool:
     """Whether kernels exist: no float64, no wide heads, no offset that needs more than 32 bits."""
-    operands = (problem.query, problem.key, value)
-    if any(x.element_size() > 4 or x.shape[-1] > MOST_WIDTH for x in operands):
+    if max(x.element_size() for x in (problem.query, problem.key, value)) > 4:
+        return False
+    _, queries, width = problem.query.shape  # which is that of the keys
+    keys, values = problem.key.shape[-2], value.shape[-1]
+    if max(width, values) > MOST_WIDTH:
         return False
     same = linear.same_lengths(problem)
-    queries, keys = problem.query.shape[-2], problem.key.shape[-2]
     ranks = max(queries, keys) if same else queries + keys  # or pieces of them
-    slices = problem.query.shape[-1] if problem.slices is None else problem.slices.shape[-2]
-    if any(ranks * n >= 1 << 31 for n in (*(x.shape[-1] for x in operands), 2 * slices)):
+    slices = width if problem.slices is None else problem.slices.shape[-2]
+    if ranks * max(width, values, 2 * slices) >= 1 << 31:
         return False
-    if blocks_of_tokens(max(queries, keys), problem.query.shape[-1]) > MOST_BLOCKS:
+    if blocks_of_tokens(max(queries, keys), width) > MOST_BLOCKS:
         return False
     options = problem.options
     if same:

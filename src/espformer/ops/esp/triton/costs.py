@@ -21,7 +21,7 @@ from torch import Tensor
 
 from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
-from espformer.ops.common.sizes import ceil_div, power_of_2, width_arguments
+from espformer.ops.common.launch import Launch, Shape, ceil_div, once, power_of_2, width_arguments
 from espformer.ops.esp.triton import dense_columns
 from espformer.ops.esp.triton.normalise import (
     bandwidth_gradient,
@@ -140,21 +140,33 @@ def norm_costs_grad_kernel(
             tl.debug_barrier()  # the next scan reads what this one has written
 
 
+@once
+def _norm_costs_launch(shape: Shape, metric: str, fp32_rows: bool) -> Launch:
+    grid = (shape[0] * shape[1],)
+    if dense_columns.fits(shape, metric):
+        return Launch(dense_columns.dense_norm_costs_kernel, grid, **dense_columns.config(shape))
+    return Launch(norm_costs_kernel, grid, **column_config(shape, metric, fp32_rows))
+
+
+@once
+def _norm_costs_grad_launch(shape: Shape, metric: str, fp32_rows: bool, atomic: bool) -> Launch:
+    grid = (shape[0] * shape[1],)
+    if dense_columns.fits(shape, metric):
+        kernel, config = dense_columns.dense_norm_costs_grad_kernel, dense_columns.config(shape)
+    else:
+        kernel, config = norm_costs_grad_kernel, column_config(shape, metric, fp32_rows)
+    return Launch(kernel, grid, ATOMIC=atomic, **config)
+
+
 @operator("norm_costs")
 def norm_costs(
     square: Tensor, order: Tensor, out_scale: Tensor, in_scale: Tensor | None, points: Tensor,
     inv_bandwidth: Tensor, metric: str, fp32_rows: bool,
 ) -> Tensor:  # fmt: skip
     """``Σ_n out_scale[l, n] · (κ_l (in_scale_l · square[order_l]))_n``: (batch, L)."""
-    batch, slices, _ = order.shape
-    out = square.new_empty(batch, slices)
-    arguments = square, order, out_scale, in_scale, points, inv_bandwidth, out
-    if dense_columns.fits(points, metric):
-        dense_columns.dense_norm_costs_kernel[(batch * slices,)](
-            *arguments, **dense_columns.config(points)
-        )
-    else:
-        norm_costs_kernel[(batch * slices,)](*arguments, **column_config(points, metric, fp32_rows))
+    out = square.new_empty(order.shape[:2])
+    launch = _norm_costs_launch(points.shape, metric, fp32_rows)
+    launch(square, order, out_scale, in_scale, points, inv_bandwidth, out)
     return out
 
 
@@ -169,24 +181,16 @@ def norm_costs_backward(
     points: Tensor, inv_bandwidth: Tensor, metric: str, fp32_rows: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of the squares, of both scales (`in_scale` may be empty), and of the points."""
-    batch, slices, _ = order.shape
     atomic = not torch.are_deterministic_algorithms_enabled()
     d_square = torch.zeros_like(square) if atomic else torch.empty_like(points)
-    d_out_scale, slope = (torch.empty_like(points) for _ in range(2))
+    d_out_scale, slope = torch.empty_like(points), torch.empty_like(points)
     d_in_scale = points.new_empty(0 if in_scale is None else points.shape)
-    arguments = (
+    scans = not dense_columns.fits(points.shape, metric)
+    _norm_costs_grad_launch(points.shape, metric, fp32_rows, atomic)(
         upstream, square, order, out_scale, in_scale, points, inv_bandwidth, d_square, d_out_scale,
         None if in_scale is None else d_in_scale, slope,
+        *((torch.empty_like(points),) if scans else ()),
     )  # fmt: skip
-    if dense_columns.fits(points, metric):
-        dense_columns.dense_norm_costs_grad_kernel[(batch * slices,)](
-            *arguments, ATOMIC=atomic, **dense_columns.config(points)
-        )
-    else:
-        norm_costs_grad_kernel[(batch * slices,)](
-            *arguments, torch.empty_like(points), ATOMIC=atomic,
-            **column_config(points, metric, fp32_rows),
-        )  # fmt: skip
     return d_square if atomic else d_square.sum(1), d_out_scale, d_in_scale, slope
 
 
@@ -277,16 +281,16 @@ def centre_grad_kernel(
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
-def _centre_tiles(x: Tensor) -> tuple[tuple[int], dict[str, int]]:
-    block_d = power_of_2(x.shape[-1])
+@once
+def _centre_launch(shape: Shape, masked: bool, scale: float, back: bool) -> Launch:
+    batch, tokens, width = shape
+    block_d = power_of_2(width)
     block_n = max(1, 4096 // block_d)
-    blocks = ceil_div(x.shape[1], block_n)
-    return (x.shape[0] * blocks,), {
-        "BLOCKS": blocks,
-        **width_arguments(x.shape[-1]),
-        "BLOCK_N": block_n,
-        "BLOCK_D": block_d,
-    }
+    blocks = ceil_div(tokens, block_n)
+    return Launch(
+        centre_grad_kernel if back else centre_kernel, (batch * blocks,), N=tokens, BLOCKS=blocks,
+        scale=scale, MASKED=masked, BLOCK_N=block_n, BLOCK_D=block_d, **width_arguments(width),
+    )  # fmt: skip
 
 
 def _bytes(mask: Tensor | None) -> Tensor | None:
@@ -303,11 +307,8 @@ def centre_rows(
     """
     rows = torch.empty_like(x)
     squares = torch.empty(x.shape[:2], device=x.device, dtype=torch.float32)
-    grid, tiles = _centre_tiles(x)
-    centre_kernel[grid](
-        x, centre, _bytes(mask), rows, squares, x.shape[1], scale=scale,
-        MASKED=mask is not None, **tiles,
-    )  # fmt: skip
+    launch = _centre_launch(x.shape, mask is not None, scale, back=False)
+    launch(x, centre, _bytes(mask), rows, squares)
     return rows, squares
 
 
@@ -322,11 +323,8 @@ def centre_rows_backward(
 ) -> Tensor:
     """The gradient of x."""
     dx = torch.empty_like(rows)
-    grid, tiles = _centre_tiles(rows)
-    centre_grad_kernel[grid](
-        d_rows, d_squares, rows, _bytes(mask), dx, rows.shape[1], scale=scale,
-        MASKED=mask is not None, **tiles,
-    )  # fmt: skip
+    launch = _centre_launch(rows.shape, mask is not None, scale, back=True)
+    launch(d_rows, d_squares, rows, _bytes(mask), dx)
     return dx
 
 
@@ -347,3 +345,106 @@ def _centre_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 
 
 centre_rows.register_autograd(_centre_backward, setup_context=_centre_setup)
+
+
+@operator("centred_costs")
+def centred_costs(
+    query: Tensor, key: Tensor, centre: Tensor, query_mask: Tensor | None,
+    key_mask: Tensor | None, query_order: Tensor, query_out_scale: Tensor,
+    query_in_scale: Tensor | None, query_points: Tensor, key_order: Tensor, key_out_scale: Tensor,
+    key_in_scale: Tensor | None, key_points: Tensor, key_inv_bandwidth: Tensor,
+    query_inv_bandwidth: Tensor, scale: float, metric: str, fp32_rows: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """``espformer::centre_rows`` of queries and keys, and the sum of their ``norm_costs``.
+
+    Rows of the queries and of the keys, the squares of either, and the sums, (batch, L). Either
+    side has the inverse bandwidth for itself, as in ``espformer::sort_sides``.
+    """
+    q_rows, q_squares = centre_rows.inside(query, centre, query_mask, scale)
+    k_rows, k_squares = centre_rows.inside(key, centre, key_mask, scale)
+    norms = norm_costs.inside(
+        q_squares, query_order, query_out_scale, query_in_scale, query_points, query_inv_bandwidth,
+        metric, fp32_rows,
+    )  # fmt: skip
+    norms = norms + norm_costs.inside(
+        k_squares, key_order, key_out_scale, key_in_scale, key_points, key_inv_bandwidth, metric,
+        fp32_rows,
+    )  # fmt: skip
+    return q_rows, k_rows, q_squares, k_squares, norms
+
+
+@centred_costs.register_fake
+def _(
+    query: Tensor, key: Tensor, centre: Tensor, query_mask: Tensor | None,
+    key_mask: Tensor | None, query_order: Tensor, *_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    squares = [x.new_empty(x.shape[:2], dtype=torch.float32) for x in (query, key)]
+    norms = centre.new_empty(query_order.shape[:2])
+    return query.new_empty(query.shape), key.new_empty(key.shape), *squares, norms
+
+
+@operator("centred_costs_backward")
+def centred_costs_backward(
+    d_rows: Tensor | None, d_norms: Tensor | None, rows: Tensor, mask: Tensor | None,
+    squares: Tensor, order: Tensor, out_scale: Tensor, in_scale: Tensor | None, points: Tensor,
+    inv_bandwidth: Tensor, scale: float, metric: str, fp32_rows: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of one side: of its tokens, of both scales (`in_scale` may be empty), of points."""
+    if d_norms is None:
+        d_norms = out_scale.new_zeros(order.shape[:2])
+    d_squares, *found = norm_costs_backward.inside(
+        d_norms, squares, order, out_scale, in_scale, points, inv_bandwidth, metric, fp32_rows
+    )
+    d_rows = torch.zeros_like(rows) if d_rows is None else d_rows
+    d_out_scale, d_in_scale, slope = found
+    dx = centre_rows_backward.inside(d_rows, d_squares, rows, mask, scale)
+    return dx, d_out_scale, d_in_scale, slope
+
+
+@centred_costs_backward.register_fake
+def _(
+    d_rows: Tensor | None, d_norms: Tensor | None, rows: Tensor, mask: Tensor | None,
+    squares: Tensor, order: Tensor, out_scale: Tensor, in_scale: Tensor | None, *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    like = out_scale.new_empty(out_scale.shape)
+    d_in_scale = out_scale.new_empty(0 if in_scale is None else out_scale.shape)
+    return rows.new_empty(rows.shape), like, d_in_scale, torch.empty_like(like)
+
+
+def _costs_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, _, *masks_and_sides, ctx.scale, ctx.metric, ctx.fp32_rows = inputs
+    q_rows, k_rows, q_squares, k_squares, _ = output
+    ctx.save_for_backward(q_rows, k_rows, q_squares, k_squares, *masks_and_sides[:-1])
+    ctx.mark_non_differentiable(q_squares, k_squares)
+    ctx.set_materialize_grads(False)
+
+
+@refuse_double_backward("espformer::centred_costs")
+def _costs_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    dq_rows, dk_rows, _, _, d_norms = grads
+    if dq_rows is None and dk_rows is None and d_norms is None:
+        return (None,) * len(ctx.needs_input_grad)
+    q_rows, k_rows, q_squares, k_squares, q_mask, k_mask, *sides = ctx.saved_tensors
+    *sides, inv_bandwidth = sides
+    queries, keys = sides[:4], sides[4:]
+    options = inv_bandwidth, ctx.scale, ctx.metric, ctx.fp32_rows
+    found: list[tuple[Tensor | None, ...]] = []
+    d_inv_bandwidth: list[Tensor | None] = []
+    for d_rows, rows, mask, squares, side in (
+        (dq_rows, q_rows, q_mask, q_squares, queries), (dk_rows, k_rows, k_mask, k_squares, keys)
+    ):  # fmt: skip
+        _, _, in_scale, points = side
+        dx, d_out_scale, d_in_scale, slope = centred_costs_backward(
+            d_rows, d_norms, rows, mask, squares, *side, *options
+        )
+        found.append((dx, d_out_scale, None if in_scale is None else d_in_scale, slope))
+        needs = ctx.needs_input_grad[13]
+        d_inv_bandwidth.append(bandwidth_gradient(slope, points, inv_bandwidth) if needs else None)
+    (d_query, *of_queries), (d_key, *of_keys) = found
+    return (
+        d_query, d_key, None, None, None, None, *of_queries, None, *of_keys,
+        d_inv_bandwidth[1], d_inv_bandwidth[0], None, None, None,
+    )  # fmt: skip
+
+
+centred_costs.register_autograd(_costs_backward, setup_context=_costs_setup)

@@ -18,9 +18,8 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from espformer.ops.common.sizes import ceil_div, power_of_2
+from espformer.ops.common.launch import Shape, ceil_div, power_of_2
 from espformer.ops.esp.triton.primitives import (
     exp2_minus_square,
     gap_unit,
@@ -205,14 +204,14 @@ def dense_norm_costs_grad_kernel(
             tl.store(d_square_ptr + at + token, d_square, mask=inside)
 
 
-def fits(points: Tensor, metric: str) -> bool:
-    """Whether columns are summed here."""
-    return metric == "squared" and points.shape[-1] <= MOST_RANKS
+def fits(shape: Shape, metric: str) -> bool:
+    """Whether columns of so many points are summed here."""
+    return metric == "squared" and shape[-1] <= MOST_RANKS
 
 
-def config(points: Tensor) -> dict[str, Any]:
+def config(shape: Shape) -> dict[str, Any]:
     """Arguments of these kernels."""
-    _, slices, ranks = points.shape
+    _, slices, ranks = shape
     return {
         "N": ranks, "L": slices, "BLOCKS": power_of_2(ceil_div(ranks, BLOCK_N)),
         "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "num_warps": 1,

@@ -10,7 +10,6 @@ The torch twin is :class:`espformer.ops.esp.linear.HardMixing`.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -20,11 +19,10 @@ from torch import Tensor
 
 from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
-from espformer.ops.common.sizes import ceil_div, power_of_2, width_arguments
+from espformer.ops.common.launch import Launch, Shape, ceil_div, once, power_of_2, width_arguments
 from espformer.ops.esp.problem import Problem
 from espformer.ops.esp.triton.primitives import program_rows
-from espformer.ops.esp.triton.ranking import masked_lengths, rank_points
-from espformer.ops.esp.triton.sort import match_points
+from espformer.ops.esp.triton.sort import masked_lengths, match_points, rank_points
 
 # Rows are read many times over, once for every slice. Where the rows of a head fit in the cache of
 # a multiprocessor, which is several times faster than the one that all share, a program takes so
@@ -103,7 +101,6 @@ def pair_kernel(
         tl.store(out_ptr + slice * BLOCKS, tl.sum(tl.sum(product, 1), 0))
 
 
-@functools.lru_cache(1024)
 def _tiles(batch: int, tokens: int, width: int, bytes_each: int) -> tuple[int, dict[str, Any]]:
     """How many programs share a head, and what each is made of."""
     block_d = power_of_2(width)
@@ -117,22 +114,42 @@ def _tiles(batch: int, tokens: int, width: int, bytes_each: int) -> tuple[int, d
     return ceil_div(tokens, block_n), config
 
 
+@once
+def _gather_launch(shape: Shape, width: int, bytes_each: int) -> Launch:
+    batch, slices, tokens = shape
+    blocks, config = _tiles(batch, tokens, width, bytes_each)
+    return Launch(gather_kernel, (batch * blocks,), N=tokens, L=slices, BLOCKS=blocks, **config)
+
+
+@once
+def _pair_launch(shape: Shape, width: int, bytes_each: int, distance: bool) -> tuple[int, Launch]:
+    """How many partial sums there are of every slice, and what makes them."""
+    batch, slices, tokens = shape
+    blocks, config = _tiles(batch, tokens, width, bytes_each)
+    return blocks, Launch(
+        pair_kernel, (batch * blocks,), N=tokens, L=slices, BLOCKS=blocks, DISTANCE=distance,
+        **config,
+    )  # fmt: skip
+
+
+@once
+def _compose_launch(rows: int, tokens: int) -> Launch:
+    block = min(1024, power_of_2(tokens))
+    blocks = ceil_div(tokens, block)
+    return Launch(compose_kernel, (rows * blocks,), N=tokens, BLOCKS=blocks, BLOCK=block)
+
+
 def gather_sum(x: Tensor, index: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """``Σ_l weight_l x[index[l, i]]``: x (batch, N, d), index (batch, L, N), weight (batch, L)."""
-    batch, slices, tokens = index.shape
-    out = torch.empty(batch, tokens, x.shape[-1], device=x.device, dtype=dtype)
-    blocks, config = _tiles(batch, tokens, x.shape[-1], x.element_size())
-    gather_kernel[(batch * blocks,)](x, index, weight, out, tokens, slices, blocks, **config)
+    out = torch.empty_like(x, dtype=dtype)
+    _gather_launch(index.shape, x.shape[-1], x.element_size())(x, index, weight, out)
     return out
 
 
 def _gather_pairs(x: Tensor, y: Tensor, index: Tensor, distance: bool) -> Tensor:
-    batch, slices, tokens = index.shape
-    blocks, config = _tiles(batch, tokens, x.shape[-1], x.element_size())
-    partial = torch.empty(batch, slices, blocks, device=x.device, dtype=torch.float32)
-    pair_kernel[(batch * blocks,)](
-        x, y, index, partial, tokens, slices, blocks, DISTANCE=distance, **config
-    )
+    blocks, launch = _pair_launch(index.shape, x.shape[-1], x.element_size(), distance)
+    partial = torch.empty(*index.shape[:2], blocks, device=x.device, dtype=torch.float32)
+    launch(x, y, index, partial)
     return partial.sum(-1)
 
 
@@ -172,10 +189,7 @@ def match(order: Tensor, to: Tensor | None) -> Tensor:
     """
     out = torch.empty_like(order)
     tokens = order.shape[-1]
-    block = min(1024, power_of_2(tokens))
-    blocks = ceil_div(tokens, block)
-    rows = order.numel() // tokens
-    compose_kernel[(rows * blocks,)](order, to, out, tokens, blocks, BLOCK=block)
+    _compose_launch(order.numel() // tokens, tokens)(order, to, out)
     return out
 
 

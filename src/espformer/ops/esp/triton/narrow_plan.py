@@ -28,14 +28,14 @@ point stays the same, so does the sum.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from espformer.ops.common.sizes import ceil_div, power_of_2, width_arguments
+from espformer.ops.common.launch import Launch, Shape, ceil_div, once, power_of_2, width_arguments
 from espformer.ops.esp.triton.plan import Plan
 from espformer.ops.esp.triton.primitives import COUNTS, INTERPRETED, LOG2E, exp2
 
@@ -448,27 +448,46 @@ def narrow_grad_kernel(
                     tl.atomic_add(dg_ptr + q_token[:, None] * WIDTH, dg, mask=mask, sem="relaxed")
 
 
-def fits(plan: Plan, x: Tensor, with_inv_bandwidth: bool = False) -> bool:
+def fits(
+    shape: Shape, width: int, dtype: torch.dtype, metric: str,
+    with_inv_bandwidth: bool = False,
+) -> bool:  # fmt: skip
     """Whether recurrences cost less: narrow rows of 16 bits, many slices, one real pole.
 
-    Errors of single steps add up, which float32 rows would see. A gradient of the temperature, and
-    sums whose order must not matter, are left to the chunks.
+    The shape is that of points, (batch, slices, ranks). Errors of single steps add up, which
+    float32 rows would see. A gradient of the temperature, and sums whose order must not matter, are
+    left to the chunks.
     """
-    batch, slices, ranks = plan.key_points.shape
+    batch, slices, ranks = shape
     return (
-        plan.metric == "absolute"
-        and x.shape[-1] <= MOST_WIDTH
-        and x.element_size() == 2
-        and min(batch * slices, pairs_at_once(ranks, x, backward=True)) >= LEAST_PAIRS
+        metric == "absolute"
+        and width <= MOST_WIDTH
+        and dtype.itemsize == 2
+        and min(batch * slices, pairs_at_once(ranks, width, dtype, backward=True)) >= LEAST_PAIRS
         and not with_inv_bandwidth
         and not torch.are_deterministic_algorithms_enabled()
     )
 
 
-def pairs_at_once(ranks: int, x: Tensor, backward: bool) -> int:
+def pairs_at_once(ranks: int, width: int, dtype: torch.dtype, backward: bool) -> int:
     """How many slices of heads have scratch memory: two arrays of rows each, or four."""
-    each = (4 if backward else 2) * ranks * x.shape[-1] * x.element_size()
+    each = (4 if backward else 2) * ranks * width * dtype.itemsize
     return max(1, SCRATCH_BYTES // max(1, each))
+
+
+@once
+def _launch(
+    gradients: bool, batch: int, slices: int, ranks: int, keys: int, queries: int, width: int
+) -> Launch:
+    """A program for as many slices as its lanes have columns for."""
+    block_d = power_of_2(width)
+    together = LANES // block_d
+    pairs = batch * slices
+    return Launch(
+        narrow_grad_kernel if gradients else narrow_apply_kernel, (ceil_div(pairs, together),),
+        PAIRS=pairs, N=ranks, KEYS=keys, QUERIES=queries,
+        L=slices, G=together, BLOCK_D=block_d, UNROLL=UNROLL, num_warps=1, **width_arguments(width),
+    )  # fmt: skip
 
 
 class NarrowPlanKernels:
@@ -484,7 +503,7 @@ class NarrowPlanKernels:
         """Adds ``Σ_l weight_l plan_l x`` to `out`. There are no states, and ties need none."""
         plan = self.plan
         self._launch(
-            narrow_apply_kernel, x, out,
+            False, x, out,
             x, plan.key_order, plan.key_scale, plan.key_points, plan.query_order, plan.query_scale,
             plan.query_points, plan.mid_scale, plan.inv_bandwidth, weight, *self._scratch(x, 2),
             out,
@@ -512,7 +531,7 @@ class NarrowPlanKernels:
         plan = self.plan
         rooms = (*scratch, None, None)[:4]
         self._launch(
-            narrow_grad_kernel, x, g,
+            True, x, g,
             x, plan.key_order, plan.key_scale, plan.key_points, g, plan.query_order,
             plan.query_scale, plan.query_points, plan.mid_scale, plan.inv_bandwidth, weight,
             *rooms, *found,
@@ -526,13 +545,6 @@ class NarrowPlanKernels:
         shape = (self.batch, self.slices, self.ranks, x.shape[-1])
         return [torch.empty(shape, device=x.device, dtype=dtype) for _ in range(arrays)]
 
-    def _launch(self, kernel: Any, x: Tensor, g: Tensor, *arguments: Any) -> None:
-        """A program for as many slices as its lanes have columns for."""
-        block_d = power_of_2(x.shape[-1])
-        together = LANES // block_d
-        pairs = self.batch * self.slices
-        kernel[(ceil_div(pairs, together),)](
-            *arguments, PAIRS=pairs, N=self.ranks, KEYS=x.shape[-2], QUERIES=g.shape[-2],
-            L=self.slices, G=together, BLOCK_D=block_d, UNROLL=UNROLL, num_warps=1,
-            **width_arguments(x.shape[-1]),
-        )  # fmt: skip
+    def _launch(self, gradients: bool, x: Tensor, g: Tensor, *tensors: Tensor | None) -> None:
+        shape = self.batch, self.slices, self.ranks
+        _launch(gradients, *shape, x.shape[-2], g.shape[-2], x.shape[-1])(*tensors)

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import Operator, operator
-from espformer.ops.common.sizes import power_of_2
+from espformer.ops.common.launch import Launch, Shape, once, power_of_2
 from espformer.ops.esp.balancing import chebyshev_exponents
 from espformer.ops.esp.triton import dense_columns
 from espformer.ops.esp.triton.primitives import exponential_table, operands, rotation
@@ -323,7 +323,7 @@ def column_kernel(
     )  # fmt: skip
 
 
-def column_config(points: Tensor, metric: str, fp32_rows: bool) -> dict[str, Any]:
+def column_config(shape: Shape, metric: str, fp32_rows: bool) -> dict[str, Any]:
     """Arguments of the kernels that scan along the ranks: sizes, and the table of κ."""
     table = exponential_table(metric, fp32_rows)
     numbers = tuple(
@@ -331,7 +331,7 @@ def column_config(points: Tensor, metric: str, fp32_rows: bool) -> dict[str, Any
         for w, p in zip(table.weights, table.poles, strict=True)
         for number in (complex(w).real, complex(w).imag, complex(p).real, complex(p).imag)
     )
-    batch, slices, ranks = points.shape
+    batch, slices, ranks = shape
     most = BLOCK if batch * slices < CROWD else CROWDED_BLOCK
     block = min(most, max(LEAST_BLOCK, power_of_2(ranks)))
     return {
@@ -341,17 +341,21 @@ def column_config(points: Tensor, metric: str, fp32_rows: bool) -> dict[str, Any
     }  # fmt: skip
 
 
-def _launch_column(
-    x: Tensor | None, p: Tensor | None, points: Tensor, lengths: Tensor | None,
-    inv_bandwidth: Tensor, y: Tensor | None, slope: Tensor | None, metric: str, fp32_rows: bool,
-) -> None:  # fmt: skip
-    """Normalisers or a slope of every slice, by scans or by whole rows of κ."""
-    grid = (points.shape[0] * points.shape[1],)
-    arguments = x, p, points, lengths, inv_bandwidth, y, slope
-    if dense_columns.fits(points, metric):
-        dense_columns.dense_column_kernel[grid](*arguments, **dense_columns.config(points))
-    else:
-        column_kernel[grid](*arguments, **column_config(points, metric, fp32_rows))
+@once
+def columns(shape: Shape, metric: str, fp32_rows: bool) -> Launch:
+    """Normalisers or a slope of every slice of points, by scans or by whole rows of κ."""
+    grid = (shape[0] * shape[1],)
+    if dense_columns.fits(shape, metric):
+        return Launch(dense_columns.dense_column_kernel, grid, **dense_columns.config(shape))
+    return Launch(column_kernel, grid, **column_config(shape, metric, fp32_rows))
+
+
+@once
+def _balance(shape: Shape, metric: str, fp32_rows: bool, exponents: tuple[float, ...]) -> Launch:
+    return Launch(
+        balance_kernel, (shape[0] * shape[1],), EXPONENTS=exponents, STEPS=len(exponents),
+        **column_config(shape, metric, fp32_rows),
+    )  # fmt: skip
 
 
 def sorted_slope(
@@ -359,7 +363,7 @@ def sorted_slope(
 ) -> Tensor:
     """``p · κ'x + x · κ'p``: the gradient of ``pᵀ κ x`` in the points."""
     slope = torch.empty_like(points)
-    _launch_column(x, p, points, None, inv_bandwidth, None, slope, metric, fp32_rows)
+    columns(points.shape, metric, fp32_rows)(x, p, points, None, inv_bandwidth, None, slope)
     return slope
 
 
@@ -406,7 +410,7 @@ def row_scales(
 ) -> Tensor:
     """One over ``κ 1``, what makes a soft sort row-stochastic, (batch, L, N); zero at padding."""
     y = torch.empty_like(points)
-    _launch_column(None, None, points, lengths, inv_bandwidth, y, None, metric, fp32_rows)
+    columns(points.shape, metric, fp32_rows)(None, None, points, lengths, inv_bandwidth, y, None)
     return y
 
 
@@ -417,7 +421,9 @@ def row_scales_backward(
 ) -> Tensor:  # fmt: skip
     """The gradient of the points."""
     slope = torch.empty_like(points)
-    _launch_column(None, upstream, points, None, inv_bandwidth, scales, slope, metric, fp32_rows)
+    columns(points.shape, metric, fp32_rows)(
+        None, upstream, points, None, inv_bandwidth, scales, slope
+    )
     return slope
 
 
@@ -490,10 +496,8 @@ def balanced_scales(
 ) -> Tensor:
     """x, so that ``diag(x) κ diag(x)`` is doubly stochastic, (batch, L, N); zero at padding."""
     x, y = torch.empty_like(points), torch.empty_like(points)
-    balance_kernel[(points.shape[0] * points.shape[1],)](
-        x, None, None, points, lengths, inv_bandwidth, y, EXPONENTS=FORWARD, STEPS=len(FORWARD),
-        **column_config(points, metric, fp32_rows),
-    )  # fmt: skip
+    balance = _balance(points.shape, metric, fp32_rows, FORWARD)
+    balance(x, None, None, points, lengths, inv_bandwidth, y)
     return x
 
 
@@ -504,10 +508,8 @@ def balanced_scales_backward(
 ) -> Tensor:  # fmt: skip
     """The gradient of the points."""
     a, y = torch.empty_like(points), torch.empty_like(points)
-    balance_kernel[(points.shape[0] * points.shape[1],)](
-        a, upstream, scales, points, None, inv_bandwidth, y, EXPONENTS=BACKWARD,
-        STEPS=len(BACKWARD), **column_config(points, metric, fp32_rows),
-    )  # fmt: skip
+    balance = _balance(points.shape, metric, fp32_rows, BACKWARD)
+    balance(a, upstream, scales, points, None, inv_bandwidth, y)
     return sorted_slope(a, scales, points, inv_bandwidth, metric, fp32_rows)
 
 

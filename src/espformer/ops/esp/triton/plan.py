@@ -1,7 +1,9 @@
 """Sorted sides and the plans between them: what the kernels of soft attention are told.
 
-`SortedSide → Plan → operator` is the only way through. A plan is flattened once, at the border of
-an operator, which takes and returns tensors; behind it, it is a `Plan` again.
+`SortedSide → Plan → operator` is the only way through. ``espformer::sort_sides`` makes both sides:
+every operator costs time of Python for itself, forwards and backwards. At the border of an
+operator, which takes and returns tensors, a plan is a tuple of arguments; behind it, it is a `Plan`
+again.
 
 **N ≠ M, brought to ranks that meet one to one.** A monotone coupling cuts both sides into the same
 pieces: piece s belongs to query rank rows[s] and to key rank columns[s], and carries weights[s].
@@ -16,19 +18,27 @@ Pieces of one rank stand at the same point, which is a tie, and ties exert no fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from espformer.ops.common.autograd import refuse_double_backward
+from espformer.ops.common.custom_op import operator
 from espformer.ops.esp.coupling import Coupling
+from espformer.ops.esp.triton.normalise import (
+    balanced_scales,
+    balanced_scales_backward,
+    bandwidth_gradient,
+    row_scales,
+    row_scales_backward,
+)
+from espformer.ops.esp.triton.sort import rank_points, unrank_points
 
 Group = tuple[slice, slice]  # some heads, and some of their slices
 
 
-@dataclass(frozen=True)
-class SortedSide:
+class SortedSide(NamedTuple):
     """Queries or keys, softly sorted on every slice: ``diag(out_scale) κ diag(in_scale)``."""
 
     points: Tensor  # (batch, L, N): sorted; padding repeats the last true one
@@ -57,8 +67,144 @@ def valid_ranks(points: Tensor, lengths: Tensor) -> Tensor:
     return (positions < lengths.unsqueeze(-1)).unsqueeze(1)
 
 
-@dataclass(frozen=True)
-class Plan:
+@operator("sort_sides")
+def sort_sides(
+    query: Tensor, key: Tensor, slices: Tensor | None, query_mask: Tensor | None,
+    key_mask: Tensor | None, query_lengths: Tensor | None, key_lengths: Tensor | None,
+    key_inv_bandwidth: Tensor, query_inv_bandwidth: Tensor, scale: float, in_spreads: bool,
+    balanced: bool, one_to_one: bool, metric: str, fp32_rows: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Points, tokens, spreads and scales of the queries, those of the keys, and `mid_scale`.
+
+    The first three are those of ``espformer::rank_points``; scales are those of
+    ``espformer::balanced_scales`` or ``espformer::row_scales``. `mid_scale` is their product if
+    ranks meet one to one, else empty. Either side has the inverse bandwidth for itself, so that
+    autograd adds up their gradients as those of two operators.
+    """
+    found = []
+    scales = balanced_scales if balanced else row_scales
+    sides = (
+        (query, query_mask, query_lengths, query_inv_bandwidth),
+        (key, key_mask, key_lengths, key_inv_bandwidth),
+    )
+    for x, mask, lengths, inv_bandwidth in sides:
+        ranked = rank_points.inside(x, slices, mask, lengths, scale, in_spreads)
+        points = ranked[0]
+        found += [*ranked, scales.inside(points, lengths, inv_bandwidth, metric, fp32_rows)]
+    q_points, q_order, q_spread, q_scale, k_points, k_order, k_spread, k_scale = found
+    mid_scale = q_scale * k_scale if one_to_one else q_scale.new_empty(0)
+    return (
+        q_points, q_order, q_spread, q_scale, k_points, k_order, k_spread, k_scale, mid_scale
+    )  # fmt: skip
+
+
+@sort_sides.register_fake
+def _(
+    query: Tensor, key: Tensor, slices: Tensor | None, query_mask: Tensor | None,
+    key_mask: Tensor | None, query_lengths: Tensor | None, key_lengths: Tensor | None,
+    key_inv_bandwidth: Tensor, query_inv_bandwidth: Tensor, scale: float, in_spreads: bool,
+    balanced: bool, one_to_one: bool, metric: str, fp32_rows: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    found: list[Tensor] = []
+    for x in (query, key):
+        shape = (x.shape[0], x.shape[2] if slices is None else slices.shape[-2], x.shape[1])
+        points = x.new_empty(shape, dtype=torch.float32)
+        spread = points.new_empty(shape[:2] if in_spreads else 0)
+        order = x.new_empty(shape, dtype=torch.int32)
+        found += [points, order, spread, torch.empty_like(points)]
+    return (*found, torch.empty_like(found[0]) if one_to_one else found[0].new_empty(0))
+
+
+@operator("sort_sides_backward")
+def sort_sides_backward(
+    d_points: Tensor | None, d_scale: Tensor | None, d_mid_scale: Tensor | None,
+    other_scale: Tensor, points: Tensor, order: Tensor, spread: Tensor, scales: Tensor, x: Tensor,
+    slices: Tensor | None, lengths: Tensor | None, inv_bandwidth: Tensor, scale: float,
+    balanced: bool, metric: str, fp32_rows: bool, with_slices: bool, with_inv_bandwidth: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of one side: of its tokens, of the slices and of `inv_bandwidth`.
+
+    The latter two are empty unless they are asked for.
+    """
+    if d_mid_scale is not None:
+        met = d_mid_scale * other_scale
+        d_scale = met if d_scale is None else met.add_(d_scale)
+    d_inv_bandwidth = None
+    if d_scale is not None:
+        backward = balanced_scales_backward if balanced else row_scales_backward
+        slope = backward.inside(d_scale, scales, points, inv_bandwidth, metric, fp32_rows)
+        if with_inv_bandwidth:
+            d_inv_bandwidth = bandwidth_gradient(slope, points, inv_bandwidth)
+        d_points = slope if d_points is None else slope.add_(d_points)
+    elif d_points is None:
+        d_points = torch.zeros_like(points)
+    if d_inv_bandwidth is None:
+        none = inv_bandwidth.new_empty(0)
+        d_inv_bandwidth = torch.zeros_like(inv_bandwidth) if with_inv_bandwidth else none
+    dx, d_slices = unrank_points.inside(
+        d_points, points, order, spread, x, slices, lengths, scale, with_slices
+    )
+    return dx, d_slices, d_inv_bandwidth
+
+
+@sort_sides_backward.register_fake
+def _(
+    d_points: Tensor | None, d_scale: Tensor | None, d_mid_scale: Tensor | None,
+    other_scale: Tensor, points: Tensor, order: Tensor, spread: Tensor, scales: Tensor, x: Tensor,
+    slices: Tensor | None, lengths: Tensor | None, inv_bandwidth: Tensor, scale: float,
+    balanced: bool, metric: str, fp32_rows: bool, with_slices: bool, with_inv_bandwidth: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    d_slices = slices if with_slices else None
+    return (
+        x.new_empty(x.shape),
+        points.new_empty(0 if d_slices is None else d_slices.shape),
+        inv_bandwidth.new_empty(inv_bandwidth.shape if with_inv_bandwidth else 0),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, slices, _, _, query_lengths, key_lengths, inv_bandwidth, _, *options = inputs
+    ctx.scale, _, ctx.balanced, _, ctx.metric, ctx.fp32_rows = options
+    *found, mid_scale = output
+    ctx.save_for_backward(*found, query, key, slices, query_lengths, key_lengths, inv_bandwidth)
+    _, q_order, q_spread, _, _, k_order, k_spread, _ = found
+    nothing = () if mid_scale.numel() else (mid_scale,)
+    ctx.mark_non_differentiable(q_order, q_spread, k_order, k_spread, *nothing)
+    ctx.set_materialize_grads(False)
+
+
+@refuse_double_backward("espformer::sort_sides")
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    needs = ctx.needs_input_grad
+    if all(x is None for x in grads):
+        return (None,) * len(needs)
+    *found, query, key, slices, q_lengths, k_lengths, inv_bandwidth = ctx.saved_tensors
+    queries, keys = found[:4], found[4:]
+    dq_points, _, _, dq_scale, dk_points, _, _, dk_scale, d_mid_scale = grads
+    options = inv_bandwidth, ctx.scale, ctx.balanced, ctx.metric, ctx.fp32_rows, needs[2], needs[7]
+    d_query = d_key = d_slices = dq_inv_bandwidth = dk_inv_bandwidth = None
+    shared = needs[2] or needs[7]
+    if needs[1] or shared:
+        d_key, d_slices, dk_inv_bandwidth = sort_sides_backward(
+            dk_points, dk_scale, d_mid_scale, queries[3], *keys, key, slices, k_lengths, *options
+        )
+    if needs[0] or shared:
+        d_query, more, dq_inv_bandwidth = sort_sides_backward(
+            dq_points, dq_scale, d_mid_scale, keys[3], *queries, query, slices, q_lengths, *options
+        )
+        d_slices = d_slices + more if needs[2] else None
+    if not needs[7]:
+        dq_inv_bandwidth = dk_inv_bandwidth = None
+    return (
+        d_query, d_key, d_slices if needs[2] else None, None, None, None, None, dk_inv_bandwidth,
+        dq_inv_bandwidth, *(None,) * 6,
+    )  # fmt: skip
+
+
+sort_sides.register_autograd(_backward, setup_context=_setup)
+
+
+class Plan(NamedTuple):
     """The plan of every slice, from keys to queries, by rank:
 
     ``diag(query_scale) κ_q diag(mid_scale) κ_k diag(key_scale)``; rank n of the queries meets rank
@@ -75,13 +221,9 @@ class Plan:
     query_scale: Tensor | None
     metric: str
 
-    def flatten(self) -> tuple[Any, ...]:
-        """The fields, as arguments of an operator; ``Plan(*flat)`` is the way back."""
-        return tuple(getattr(self, name) for name in PLAN_FIELDS)
-
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All fields but the metric."""
-        return self.flatten()[:-1]
+        return self[:-1]
 
     def transposed(self) -> Plan:
         """The same plan from queries to keys."""
@@ -90,16 +232,18 @@ class Plan:
             self.inv_bandwidth, self.mid_scale, self.query_scale, self.key_scale, self.metric,
         )  # fmt: skip
 
-    def part(self, group: Group) -> Plan:
+    def part(self, group: Group | None) -> Plan:
         """The plans of some slices of some heads."""
+        if group is None:
+            return self
         flat: tuple[Any, ...] = (*(_part(x, group) for x in self.tensors()), self.metric)
         return Plan(*flat)
 
 
-PLAN_FIELDS = tuple(field.name for field in fields(Plan))
 # As in the schema of an operator.
-PLAN_SCHEMA = ", ".join(
-    f"{str(field.type).replace(' | None', '?')} {field.name}" for field in fields(Plan)
+PLAN_SCHEMA = (
+    "Tensor query_points, Tensor key_points, Tensor query_order, Tensor key_order, "
+    "Tensor inv_bandwidth, Tensor mid_scale, Tensor? key_scale, Tensor? query_scale, str metric"
 )
 
 
@@ -108,14 +252,14 @@ def _part(x: Tensor | None, group: Group) -> Tensor | None:
 
 
 def make_plan(
-    queries: SortedSide, keys: SortedSide, inv_bandwidth: Tensor, metric: str,
+    queries: SortedSide, keys: SortedSide, mid_scale: Tensor, inv_bandwidth: Tensor, metric: str,
     coupling: Coupling | None,
 ) -> Plan:  # fmt: skip
     """The plans from keys to queries, rank to rank, or piece to piece of a coupling."""
     if coupling is None:
         return Plan(
-            queries.points, keys.points, queries.order, keys.order, inv_bandwidth,
-            queries.out_scale * keys.out_scale, keys.in_scale, queries.in_scale, metric,
+            queries.points, keys.points, queries.order, keys.order, inv_bandwidth, mid_scale,
+            keys.in_scale, queries.in_scale, metric,
         )  # fmt: skip
     slices = queries.points.shape[1]
     rows, columns = (

@@ -33,8 +33,7 @@ Slices are worked on in groups so that their states stay under `SCRATCH_BYTES`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -43,20 +42,20 @@ from torch import Tensor
 
 from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
+from espformer.ops.common.launch import Launch, Shape, once
 from espformer.ops.esp import linear
 from espformer.ops.esp.coupling import Coupling, couple
 from espformer.ops.esp.problem import Problem
 from espformer.ops.esp.triton import narrow_plan
-from espformer.ops.esp.triton.costs import centre_rows, norm_costs
+from espformer.ops.esp.triton.costs import centred_costs
 from espformer.ops.esp.triton.narrow_plan import NarrowPlanKernels
-from espformer.ops.esp.triton.normalise import balanced_scales, row_scales
 from espformer.ops.esp.triton.plan import (
-    PLAN_FIELDS,
     PLAN_SCHEMA,
     Group,
     Plan,
     SortedSide,
     make_plan,
+    sort_sides,
 )
 from espformer.ops.esp.triton.primitives import (
     COUNTS,
@@ -79,7 +78,7 @@ from espformer.ops.esp.triton.primitives import (
     to_wide_range,
     transposed_product,
 )
-from espformer.ops.esp.triton.ranking import masked_lengths, rank_points
+from espformer.ops.esp.triton.sort import masked_lengths
 from espformer.ops.esp.triton.states import Chunks, chunk_states
 
 States = tuple[Tensor | None, Tensor | None]  # of x for κ_k, and of W for κ_q
@@ -313,8 +312,7 @@ def cross_kernel(
     tl.store(totals_ptr + pair * CHUNKS + chunk, tl.sum(mid_dots * mid_scale, 0))
 
 
-@dataclass(frozen=True)
-class PlanGradients:
+class PlanGradients(NamedTuple):
     """Room for what the backward of plans finds; None where there is nothing to differentiate."""
 
     weight: Tensor | None  # (batch, L)
@@ -329,29 +327,26 @@ class PlanGradients:
     def new(cls, plan: Plan, weight: bool, inv_bandwidth: bool, scales: bool) -> PlanGradients:
         """Room for those that are asked for; `scales` are `key_scale` and `query_scale`."""
 
-        def room(shape: torch.Size, wanted: bool = True) -> Any:
-            return plan.key_points.new_empty(shape) if wanted else None
-
-        ranks = plan.key_points.shape
+        like, ranks = plan.key_points, plan.key_points.shape
         return cls(
-            weight=room(ranks[:2], weight),
-            inv_bandwidth=room(ranks[:2], inv_bandwidth),
-            query_points=room(ranks),
-            key_points=room(ranks),
-            mid_scale=room(ranks),
-            key_scale=room(ranks, scales and plan.key_scale is not None),
-            query_scale=room(ranks, scales and plan.query_scale is not None),
+            like.new_empty(ranks[:2]) if weight else None,
+            like.new_empty(ranks[:2]) if inv_bandwidth else None,
+            like.new_empty(ranks),
+            like.new_empty(ranks),
+            like.new_empty(ranks),
+            like.new_empty(ranks) if scales and plan.key_scale is not None else None,
+            like.new_empty(ranks) if scales and plan.query_scale is not None else None,
         )
 
-    def part(self, group: Group) -> PlanGradients:
+    def part(self, group: Group | None) -> PlanGradients:
         """Those of some slices of some heads."""
-        found = (getattr(self, name) for name in GRADIENT_FIELDS)
-        return PlanGradients(*(None if x is None else x[group] for x in found))  # type: ignore[arg-type]
+        if group is None:
+            return self
+        return PlanGradients(*(None if x is None else x[group] for x in self))  # type: ignore[arg-type]
 
     def flatten(self) -> list[Tensor]:
         """As results of an operator: what is not there is empty."""
-        found = (getattr(self, name) for name in GRADIENT_FIELDS)
-        return [self.key_points.new_empty(0) if x is None else x for x in found]
+        return [self.key_points.new_empty(0) if x is None else x for x in self]
 
     @staticmethod
     def unflatten(results: list[Tensor]) -> PlanGradients:
@@ -359,13 +354,11 @@ class PlanGradients:
 
     def of_plan(self) -> tuple[Tensor | None, ...]:
         """In the order of the fields of a plan."""
-        found = {name: getattr(self, name) for name in GRADIENT_FIELDS}
-        if self.inv_bandwidth is not None:
-            found["inv_bandwidth"] = self.inv_bandwidth.sum(-1)
-        return tuple(found.get(name) for name in PLAN_FIELDS)
-
-
-GRADIENT_FIELDS = tuple(field.name for field in fields(PlanGradients))
+        inv_bandwidth = None if self.inv_bandwidth is None else self.inv_bandwidth.sum(-1)
+        return (
+            self.query_points, self.key_points, None, None, inv_bandwidth, self.mid_scale,
+            self.key_scale, self.query_scale, None,
+        )  # fmt: skip
 
 
 class PlanKernels:
@@ -373,7 +366,7 @@ class PlanKernels:
 
     def __init__(self, plan: Plan, dtype: torch.dtype) -> None:
         self.plan = plan
-        self.chunks = Chunks.of(plan.key_points, plan.metric, dtype)
+        self.chunks = Chunks.of(plan.key_points.shape, plan.metric, dtype)
 
     def apply(self, x: Tensor, weight: Tensor, out: Tensor, ties: bool = False) -> States:
         """Adds ``Σ_l weight_l plan_l x`` to `out`, or to a row per slice if it has slices.
@@ -390,13 +383,12 @@ class PlanKernels:
         x_states, _ = chunk_states(chunks, plan, x, through=False, ties=False)
         g_states, _ = chunk_states(chunks, plan.transposed(), g, through=False, ties=False)
         totals = chunks.by_chunk(out)
-        chunks.launch(
-            cross_kernel, "cross", x,
-            x, plan.key_order, plan.key_scale, plan.key_points, g, plan.query_order,
-            plan.query_scale, plan.query_points, plan.mid_scale, chunks.table, plan.inv_bandwidth,
-            x_states, g_states, totals, KEYS=x.shape[-2], QUERIES=g.shape[-2],
-            ROWS=chunks.state_rows(ties=False),
-        )  # fmt: skip
+        for launch in _cross_launches(chunks, x.shape[-2], g.shape[-2], x.shape[-1]):
+            launch(
+                x, plan.key_order, plan.key_scale, plan.key_points, g, plan.query_order,
+                plan.query_scale, plan.query_points, plan.mid_scale, plan.inv_bandwidth, x_states,
+                g_states, totals,
+            )  # fmt: skip
         if chunks.count > 1:
             torch.sum(totals, -1, out=out)
 
@@ -446,14 +438,15 @@ class PlanKernels:
             name = "grad" if few else "all"
         rows = out if g is None else g
         assert rows is not None
-        self.chunks.launch(
-            apply_kernel, name, x,
-            x, plan.key_order, plan.key_scale, plan.key_points, plan.query_order,
-            plan.query_scale, plan.query_points, plan.mid_scale, self.chunks.table,
-            plan.inv_bandwidth, weight, *states, out, g, g_states, d_points, d_query_scale,
-            d_mid_scale, totals, d_inv_bandwidth, KEYS=x.shape[-2], QUERIES=rows.shape[-2],
-            ROWS=self.chunks.state_rows(ties), ATOMIC=out is None or out.dim() == 3,
-        )  # fmt: skip
+        atomic = out is None or out.dim() == 3
+        _, keys, width = x.shape
+        for launch in _apply_launches(self.chunks, name, keys, rows.shape[-2], width, ties, atomic):
+            launch(
+                x, plan.key_order, plan.key_scale, plan.key_points, plan.query_order,
+                plan.query_scale, plan.query_points, plan.mid_scale, plan.inv_bandwidth, weight,
+                *states, out, g, g_states, d_points, d_query_scale, d_mid_scale, totals,
+                d_inv_bandwidth,
+            )  # fmt: skip
 
     def _across_chunks(self, points: Tensor, x: Tensor | None, y: Tensor | None) -> Tensor:
         """The part of distances over whole chunks in the gradient of `inv_bandwidth`: (batch, L).
@@ -488,47 +481,92 @@ class PlanKernels:
         return left, right
 
 
-def _pairs_at_once(x: Tensor, plan: Plan, backward: bool) -> int:
-    """How many slices of heads have states that fit."""
-    chunks = Chunks.of(plan.key_points, plan.metric, x.dtype)
-    each = chunks.scratch_bytes(x.shape[-1], backward)
-    return max(1, SCRATCH_BYTES[plan.metric] // max(1, each))
+@once
+def _apply_launches(
+    chunks: Chunks, name: str, keys: int, queries: int, width: int, ties: bool, atomic: bool
+) -> list[Launch]:
+    rows = chunks.state_rows(ties)
+    return chunks.launches(
+        apply_kernel, name, width, KEYS=keys, QUERIES=queries, ROWS=rows, ATOMIC=atomic
+    )
+
+
+@once
+def _cross_launches(chunks: Chunks, keys: int, queries: int, width: int) -> list[Launch]:
+    rows = chunks.state_rows(ties=False)
+    return chunks.launches(cross_kernel, "cross", width, KEYS=keys, QUERIES=queries, ROWS=rows)
+
+
+Kernels = PlanKernels | NarrowPlanKernels
+
+
+@once
+def _grouped(
+    shape: Shape, width: int, dtype: torch.dtype, metric: str, backward: bool,
+    with_inv_bandwidth: bool, deterministic: bool, scratch: int,
+) -> tuple[type[Kernels], list[Group | None]]:  # fmt: skip
+    """Which kernels apply plans of (batch, slices, ranks), and to which parts of them at once.
+
+    Parts have scratch memory that fits: whole heads or some slices of one. None is all of them.
+    """
+    batch, slices, ranks = shape
+    kind: type[Kernels] = PlanKernels
+    if narrow_plan.fits(shape, width, dtype, metric, with_inv_bandwidth):
+        kind, pairs = NarrowPlanKernels, narrow_plan.pairs_at_once(ranks, width, dtype, backward)
+    else:
+        each = Chunks.of(shape, metric, dtype).scratch_bytes(width, backward)
+        pairs = max(1, scratch // max(1, each))
+    if batch * slices <= pairs:
+        return kind, [None] if batch * slices else []
+    heads, part = (pairs // slices, slices) if pairs >= slices else (1, pairs)
+    return kind, [
+        (slice(b, min(b + heads, batch)), slice(l, min(l + part, slices)))
+        for b in range(0, batch, heads)
+        for l in range(0, slices, part)
+    ]
+
+
+def _grouping(
+    x: Tensor, plan: Plan, backward: bool, with_inv_bandwidth: bool = False
+) -> tuple[type[Kernels], list[Group | None]]:
+    """:func:`_grouped` for rows x; `with_inv_bandwidth` says that its gradient is asked for."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return _grouped(
+        plan.key_points.shape, x.shape[-1], x.dtype, plan.metric, backward, with_inv_bandwidth,
+        deterministic, SCRATCH_BYTES[plan.metric],
+    )  # fmt: skip
 
 
 def _groups(
     x: Tensor, plan: Plan, backward: bool = False, with_inv_bandwidth: bool = False
-) -> Iterator[tuple[Group, PlanKernels | NarrowPlanKernels]]:
-    """Parts of (batch, slices) whose scratch fits, whole heads or some slices of one, and kernels.
-
-    `with_inv_bandwidth` says that its gradient is asked for.
-    """
-    batch, slices, ranks = plan.key_points.shape
-    kind: type[PlanKernels | NarrowPlanKernels] = PlanKernels
-    if narrow_plan.fits(plan, x, with_inv_bandwidth):
-        kind, pairs = NarrowPlanKernels, narrow_plan.pairs_at_once(ranks, x, backward)
-    else:
-        pairs = _pairs_at_once(x, plan, backward)
-    heads, part = (pairs // slices, slices) if pairs >= slices else (1, pairs)
-    for b in range(0, batch, max(1, heads)):
-        for l in range(0, slices, max(1, part)):
-            group = slice(b, min(b + heads, batch)), slice(l, min(l + part, slices))
-            yield group, kind(plan.part(group), x.dtype)
+) -> Iterator[tuple[Group | None, Kernels]]:
+    """Parts of (batch, slices) whose scratch fits, and their kernels."""
+    kind, groups = _grouping(x, plan, backward, with_inv_bandwidth)
+    for group in groups:
+        yield group, kind(plan.part(group), x.dtype)
 
 
-def _room(out: Tensor, group: Group) -> Tensor:
+def _heads(x: Tensor, group: Group | None) -> Tensor:
+    """The heads of a group."""
+    return x if group is None else x[group[0]]
+
+
+def _room(out: Tensor, group: Group | None, slices: int) -> Tensor:
     """Room for the rows of a group: `out` itself, or rows of its own slices where it must not
     matter who comes first.
     """
-    rows, slices = out[group[0]], group[1]
+    rows = _heads(out, group)
     if not torch.are_deterministic_algorithms_enabled():
         return rows
-    return out.new_zeros(len(rows), slices.stop - slices.start, *out.shape[1:])
+    count = slices if group is None else group[1].stop - group[1].start
+    return out.new_zeros(len(rows), count, *out.shape[1:])
 
 
-def _collect(out: Tensor, group: Group, rows: Tensor) -> None:
+def _collect(out: Tensor, group: Group | None, rows: Tensor) -> None:
     """Brings the rows of a group's slices to `out`, if they are not there yet."""
     if rows.dim() == 4:
-        out[group[0]] += rows.sum(1)
+        here = _heads(out, group)
+        here += rows.sum(1)
 
 
 @operator(
@@ -547,8 +585,9 @@ def apply_plans(
     out = value.new_zeros(value.shape[0], queries, value.shape[-1], dtype=torch.float32)
     states: States = (None, None)
     for group, kernels in _groups(value, Plan(*flat), backward=keep_states):
-        rows = _room(out, group)
-        states = kernels.apply(value[group[0]], weight[group], rows, ties=keep_states)
+        rows = _room(out, group, weight.shape[1])
+        weights = weight if group is None else weight[group]
+        states = kernels.apply(_heads(value, group), weights, rows, ties=keep_states)
         _collect(out, group, rows)
     kept = states if keep_states else (None, None)
     x_states, w_states = (value.new_empty(0) if x is None else x for x in kept)
@@ -561,7 +600,8 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     out = value.new_empty(value.shape[0], queries, value.shape[-1])
     plan = Plan(*flat)
-    chunks = Chunks.of(plan.key_points, plan.metric, value.dtype)
+    batch, slices, ranks = plan.key_points.shape
+    chunks = Chunks(batch, slices, ranks, plan.metric, value.dtype)  # `of` would ask for numbers
     rows = chunks.state_rows(ties=True) if keep_states else 0
     if rows == 0:
         return out, value.new_empty(0), value.new_empty(0)
@@ -577,12 +617,10 @@ def keeps_states(value: Tensor, plan: Plan) -> bool:
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
-    tensors = (value, *plan.tensors())
-    if not any(x is not None and x.requires_grad for x in tensors):
+    if not any(x is not None and x.requires_grad for x in (value, *plan.tensors())):
         return False
-    batch, slices, _ = plan.key_points.shape
-    few = batch * slices <= _pairs_at_once(value, plan, backward=True)
-    return few and not narrow_plan.fits(plan, value)
+    kind, groups = _grouping(value, plan, backward=True)
+    return kind is PlanKernels and groups == [None]
 
 
 @operator("cross_plans", f"(Tensor query, Tensor key, {PLAN_SCHEMA}) -> Tensor")
@@ -591,7 +629,8 @@ def cross_plans(query: Tensor, key: Tensor, *flat: Any) -> Tensor:
     plan = Plan(*flat)
     totals = plan.query_points.new_empty(plan.query_points.shape[:2])
     for group, kernels in _groups(key, plan):
-        kernels.cross(query[group[0]], key[group[0]], totals[group])
+        out = totals if group is None else totals[group]
+        kernels.cross(_heads(query, group), _heads(key, group), out)
     return totals
 
 
@@ -621,11 +660,14 @@ def plans_backward(
     d_upstream = torch.zeros_like(upstream, dtype=torch.float32) if with_upstream else None
     found = PlanGradients.new(plan, not with_upstream, with_inv_bandwidth, with_scales)
     for group, kernels in _groups(value, plan, True, with_inv_bandwidth):
-        rows = _room(d_value, group)
-        upstream_rows = None if d_upstream is None else _room(d_upstream, group)
+        rows = _room(d_value, group, weight.shape[1])
+        upstream_rows = None
+        if d_upstream is not None:
+            upstream_rows = _room(d_upstream, group, weight.shape[1])
         kernels.grad(
-            upstream[group[0]], value[group[0]], weight[group], rows, upstream_rows,
-            found.part(group), None if x_states is None else (x_states, w_states),
+            _heads(upstream, group), _heads(value, group),
+            weight if group is None else weight[group], rows, upstream_rows, found.part(group),
+            None if x_states is None else (x_states, w_states),
         )  # fmt: skip
         _collect(d_value, group, rows)
         if d_upstream is not None and upstream_rows is not None:
@@ -650,11 +692,10 @@ def _gradients(
     with_upstream: bool, tensors: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor, PlanGradients]:  # fmt: skip
     """dV, the gradient of `upstream`, and those of the plan that autograd asks for."""
-    plan_needs = ctx.needs_input_grad[-len(PLAN_FIELDS) :]
-    needs = dict(zip(PLAN_FIELDS, plan_needs, strict=True))
+    needs = Plan(*ctx.needs_input_grad[-len(Plan._fields) :])
     d_value, d_upstream, *found = plans_backward(
-        upstream, weight, value, *states, with_upstream,
-        needs["key_scale"] or needs["query_scale"], needs["inv_bandwidth"], *tensors, ctx.metric,
+        upstream, weight, value, *states, with_upstream, needs.key_scale or needs.query_scale,
+        needs.inv_bandwidth, *tensors, ctx.metric,
     )  # fmt: skip
     return d_value, d_upstream, PlanGradients.unflatten(found)
 
@@ -700,18 +741,21 @@ cross_plans.register_autograd(_cross_backward, setup_context=_cross_setup)
 def attend(problem: Problem, value: Tensor) -> Tensor:
     """``N · G V``; all NaN in a head that holds one."""
     batch, metric = value.shape[0], problem.options.metric
-    inv_bandwidth = problem.inv_bandwidth(batch).expand(batch).contiguous()
-    queries, keys = _sorted_sides(problem, inv_bandwidth)
+    inv_bandwidth = problem.inv_bandwidth(batch)
+    if inv_bandwidth.shape[0] != batch:
+        inv_bandwidth = inv_bandwidth.expand(batch).contiguous()
+    one_to_one = linear.same_lengths(problem)
+    queries, keys, mid_scale = _sorted_sides(problem, inv_bandwidth, one_to_one)
     coupling = None
-    if not linear.same_lengths(problem):
+    if not one_to_one:
         coupling = couple(
             problem.options.coupling, queries.counts(), keys.counts(), queries.points.shape[-1],
             keys.points.shape[-1], torch.float32,
         )  # fmt: skip
-    plan = make_plan(queries, keys, inv_bandwidth, metric, coupling)
+    plan = make_plan(queries, keys, mid_scale, inv_bandwidth, metric, coupling)
     weights = _slice_weights(problem, queries, keys, plan, coupling)
     keep = keeps_states(value, plan)
-    out: Tensor = apply_plans(value, weights, queries.order.shape[-1], keep, *plan.flatten())[0]
+    out: Tensor = apply_plans(value, weights, queries.order.shape[-1], keep, *plan)[0]
     return out
 
 
@@ -720,29 +764,23 @@ def _fp32_rows(problem: Problem) -> bool:
     return torch.promote_types(problem.query.dtype, problem.key.dtype) == torch.float32
 
 
-def _sorted_sides(problem: Problem, inv_bandwidth: Tensor) -> tuple[SortedSide, SortedSide]:
-    """Queries and keys, sorted on every slice and normalised."""
+def _sorted_sides(
+    problem: Problem, inv_bandwidth: Tensor, one_to_one: bool
+) -> tuple[SortedSide, SortedSide, Tensor]:
+    """Queries and keys, sorted on every slice and normalised, and the scale between them."""
     masks = problem.query_mask, problem.key_mask
     q_lengths = masked_lengths(masks[0])
-    lengths = q_lengths, q_lengths if masks[0] is masks[1] else masked_lengths(masks[1])
-    queries, keys = (
-        _sorted_side(problem, *side, inv_bandwidth)
-        for side in zip((problem.query, problem.key), masks, lengths, strict=True)
-    )
-    return queries, keys
-
-
-def _sorted_side(
-    problem: Problem, x: Tensor, mask: Tensor | None, lengths: Tensor | None, inv_bandwidth: Tensor
-) -> SortedSide:
-    """Tokens, (batch, N, m), in rank order and in the unit of the temperature; the scales of κ."""
-    in_spreads = problem.options.temperature_unit == "spread"
-    points, order, _ = rank_points(x, problem.slices, mask, lengths, problem.scale, in_spreads)
-    arguments = points, lengths, inv_bandwidth, problem.options.metric, _fp32_rows(problem)
-    if problem.options.balance == "rows":
-        return SortedSide(points, order, lengths, row_scales(*arguments), None)
-    scale = balanced_scales(*arguments)
-    return SortedSide(points, order, lengths, scale, scale)
+    k_lengths = q_lengths if masks[0] is masks[1] else masked_lengths(masks[1])
+    options = problem.options
+    balanced = options.balance == "both"
+    q_points, q_order, _, q_scale, k_points, k_order, _, k_scale, mid_scale = sort_sides(
+        problem.query, problem.key, problem.slices, *masks, q_lengths, k_lengths, inv_bandwidth,
+        inv_bandwidth, problem.scale, options.temperature_unit == "spread", balanced, one_to_one,
+        options.metric, _fp32_rows(problem),
+    )  # fmt: skip
+    queries = SortedSide(q_points, q_order, q_lengths, q_scale, q_scale if balanced else None)
+    keys = SortedSide(k_points, k_order, k_lengths, k_scale, k_scale if balanced else None)
+    return queries, keys, mid_scale
 
 
 def _slice_weights(
@@ -752,17 +790,17 @@ def _slice_weights(
     batch, slices, tokens = queries.points.shape
     costs = None
     if problem.options.inverse_temperature:
-        centre = problem.centre().squeeze(-2)
-        query, key = problem.query, problem.key
-        both = torch.promote_types(query.dtype, key.dtype)
-        q, q_squares = centre_rows(query.to(both), centre, problem.query_mask, problem.scale)
-        k, k_squares = centre_rows(key.to(both), centre, problem.key_mask, problem.scale)
+        both = torch.promote_types(problem.query.dtype, problem.key.dtype)
         back = None
         if coupling is not None:
             back = Coupling(coupling.columns, coupling.rows, coupling.weights, keys.order.shape[-1])
-        norms = _norm_costs(problem, q_squares, queries, keys, plan, coupling)
-        norms = norms + _norm_costs(problem, k_squares, keys, queries, plan, back)
-        costs = torch.sub(norms, cross_plans(q, k, *plan.flatten()), alpha=2)
+        q, k, _, _, norms = centred_costs(
+            problem.query.to(both), problem.key.to(both), problem.centre().squeeze(-2),
+            problem.query_mask, problem.key_mask, *_norm_side(queries, keys, coupling),
+            *_norm_side(keys, queries, back), plan.inv_bandwidth, plan.inv_bandwidth,
+            problem.scale, plan.metric, _fp32_rows(problem),
+        )  # fmt: skip
+        costs = torch.sub(norms, cross_plans(q, k, *plan), alpha=2)
         if queries.lengths is None:
             costs = costs / max(1, tokens)
         else:
@@ -773,16 +811,11 @@ def _slice_weights(
     return weights
 
 
-def _norm_costs(
-    problem: Problem, squares: Tensor, side: SortedSide, other: SortedSide, plan: Plan,
-    coupling: Coupling | None,
-) -> Tensor:  # fmt: skip
-    """Squared norms of a side, each times ``Sᵀ T S' 1``, which its token gives away: (batch, L)."""
+def _norm_side(
+    side: SortedSide, other: SortedSide, coupling: Coupling | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """What squared norms of a side are summed with: each gives ``Sᵀ T S' 1`` of its token away."""
     out_scale = side.out_scale
     if coupling is not None:  # a rank of the other side takes one, or nothing if it is padding
         out_scale = out_scale * coupling(other.present().unsqueeze(-1)).squeeze(-1)
-    costs: Tensor = norm_costs(
-        squares, side.order, out_scale, side.in_scale, side.points, plan.inv_bandwidth,
-        plan.metric, _fp32_rows(problem),
-    )  # fmt: skip
-    return costs
+    return side.order, out_scale, side.in_scale, side.points

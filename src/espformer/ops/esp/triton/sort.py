@@ -1,6 +1,7 @@
-"""Sorts the tokens of every slice, or matches those of queries and keys.
+"""Points of every slice in rank order: projected, sorted, and in units of their spread.
 
-The torch twin is :func:`espformer.ops.esp.linear.sort_tokens`.
+The torch twins are :func:`espformer.ops.esp.linear.sort_tokens` and
+:func:`espformer.ops.esp.problem.spread`.
 
 A float, read as a signed integer with the lower bits of negative ones flipped, keeps its order. Put
 above the index of its token it can be sorted as one word, is stable for free, and both parts come
@@ -12,8 +13,24 @@ A short row of such words is sorted by one program, in the registers of a warp. 
 in runs of RUN words, and neighbouring runs are merged until one is left. A program of a merge makes
 RUN words of its result: it finds where they begin in either run, and sorts out as many of both.
 
-:func:`sort_points` is what `ranking.py` is made of; ``espformer::match_points`` is the key that
-each query meets in a hard plan.
+**Forward**, for rows of at most 1024 tokens two launches: one makes the points ``p = scale · Θ x``,
+as words, one sorts them and divides them by their spread. Longer rows are sorted in runs, and
+divided by a launch of their own, for which points are in order: the largest are the two ends, and
+measured from the one in the middle, which is within a spread of the mean, one pass finds both mean
+and variance.
+
+**Backward.** With ``y = p / s``, s the standard deviation of the n points that take part,
+
+    dp_i = (g_i - (Σ_j g_j y_j) (y_i - ȳ) / n) / s,
+
+without the second term where the points have no spread. By token it is the gradient of the tokens
+themselves if slices are axes; else
+
+    dx_n = scale · Σ_l dp_ln θ_l,     dθ_l = scale · Σ_n dp_ln x_n.
+
+- ``espformer::rank_points``: sorted points, the token at each rank, and the spread; its backward,
+  ``espformer::unrank_points``.
+- ``espformer::match_points``: the key that each query meets in a hard plan.
 """
 
 from __future__ import annotations
@@ -27,8 +44,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
-from espformer.ops.common.sizes import ceil_div, power_of_2, width_arguments
+from espformer.ops.common.launch import Launch, Shape, ceil_div, once, power_of_2, width_arguments
 
 MOST_TOKENS = 1 << 16  # whose index has 16 bits
 # Words that one warp sorts, or merges; more warps would have to hand words to each other.
@@ -149,7 +167,7 @@ def merge_runs_kernel(
     tl.store(out_ptr + row + n, merged(words_ptr + row, start, N, LENGTH, BLOCK, DIMS), mask=n < N)
 
 
-@functools.lru_cache(1024)
+@once
 def sort_config(tokens: int) -> dict[str, Any]:
     """How a warp sorts a row of at most 1024 words: 32 in every thread, loaded in vectors of 8."""
     block = max(2, power_of_2(tokens))
@@ -165,15 +183,24 @@ def sort_rows(words: Tensor, runs: int = 1) -> tuple[Tensor, int]:
     """Rows of words, sorted in at most so many runs, and their length; `words` are lost."""
     tokens = words.shape[-1]
     rows = words.numel() // max(1, tokens)
-    config = sort_config(RUN)
-    blocks = ceil_div(tokens, RUN)
-    sort_runs_kernel[(rows, blocks)](words, tokens, **config)
+    _sort_runs(rows, tokens)(words)
     length, other = RUN, words if RUN * runs >= tokens else torch.empty_like(words)
     while length * runs < tokens:
-        merge_runs_kernel[(rows, blocks)](words, other, tokens, length, **merge_config())
+        _merge_runs(rows, tokens, length)(words, other)
         words, other = other, words
         length *= 2
     return words, length
+
+
+@once
+def _sort_runs(rows: int, tokens: int) -> Launch:
+    return Launch(sort_runs_kernel, (rows, ceil_div(tokens, RUN)), N=tokens, **sort_config(RUN))
+
+
+@once
+def _merge_runs(rows: int, tokens: int, length: int) -> Launch:
+    grid = rows, ceil_div(tokens, RUN)
+    return Launch(merge_runs_kernel, grid, N=tokens, LENGTH=length, **merge_config())
 
 
 def merge_config() -> dict[str, Any]:
@@ -468,11 +495,11 @@ class Words:
     unpacked_scale: float  # and after
 
     @staticmethod
-    def of(x: Tensor, slices: Tensor | None, scale: float) -> Words:
+    def of(dtype: torch.dtype, tokens: int, projected: bool, scale: float) -> Words:
         """Points of 16 bits as they are; what is computed, float32, or long in wide words."""
-        half = x.dtype in (torch.bfloat16, torch.float16)
-        if half and slices is None and x.shape[-2] <= MOST_TOKENS and scale > 0:
-            brain = x.dtype == torch.bfloat16
+        half = dtype in (torch.bfloat16, torch.float16)
+        if half and not projected and tokens <= MOST_TOKENS and scale > 0:
+            brain = dtype == torch.bfloat16
             point, infinity = (tl.bfloat16, 0x7F80) if brain else (tl.float16, 0x7C00)
             return Words(16, torch.int16, torch.int32, point, infinity, 1.0, scale)
         infinity = 0x7F800000
@@ -483,7 +510,6 @@ class Words:
         return {"BITS": self.bits, "INFINITY": self.infinity}
 
 
-@functools.lru_cache(1024)
 def blocks_of_tokens(tokens: int, width: int) -> int:
     """At most so many blocks of tokens are packed, or projected, for one head."""
     return _pack_config(width, power_of_2(max(1, tokens)), projected=True)[0]
@@ -500,30 +526,111 @@ def slices_at_once(count: int) -> int:
     return min(8, power_of_2(count))
 
 
+@dataclass(frozen=True)
+class Sides:
+    """The shape of what is sorted: one or two tensors of tokens on some slices."""
+
+    sides: int
+    shape: Shape  # (batch, N, m) of tokens
+    dtype: torch.dtype
+    slices: Shape | None  # (batch or 1, L, m); None means the axes
+    masked: bool
+    scale: float
+
+    @functools.cached_property
+    def count(self) -> int:
+        """Slices."""
+        return self.shape[-1] if self.slices is None else self.slices[-2]
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """Rows of points of one side."""
+        return self.shape[0] * self.count
+
+    @functools.cached_property
+    def words(self) -> Words:
+        return Words.of(self.dtype, self.shape[1], self.slices is not None, self.scale)
+
+    @functools.cached_property
+    def at_once(self) -> bool:
+        """Whether one program sorts a row."""
+        return self.shape[1] <= RUN
+
+    @functools.cached_property
+    def packed(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of what is sorted: halves of words, padded, if that is done at once."""
+        stride = sort_config(self.shape[1])["BLOCK"] if self.at_once else self.shape[1]
+        dtype = self.words.half if self.at_once else self.words.whole
+        return (self.sides, self.shape[0], self.count, stride), dtype
+
+    @functools.cached_property
+    def pack(self) -> Launch:
+        """Makes every slice sortable integers."""
+        (batch, tokens, width), words = self.shape, self.words
+        stride = self.packed[0][-1]
+        blocks, config = _pack_config(width, stride, self.slices is not None)
+        config |= {
+            "N": tokens, "STRIDE": stride, "scale": words.packed_scale, "MASKED": self.masked
+        }  # fmt: skip
+        grid = batch, blocks, self.sides
+        if self.slices is None:
+            return Launch(pack_kernel, grid, D=width, BITS=words.bits, **config)
+        return Launch(
+            project_kernel, grid, L=self.count, SHARED=self.slices[0] == 1,
+            SLICES=slices_at_once(self.count), **width_arguments(width), **config,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def rank(self) -> Launch:
+        """Sorts rows, at once or those that are sorted already, into points and tokens."""
+        tokens, words = self.shape[1], self.words
+        arguments = {
+            "N": tokens, "L": self.count, "scale": words.unpacked_scale, "POINT": words.point,
+            "MASKED": self.masked, **words.arguments,
+        }  # fmt: skip
+        if self.at_once:
+            return Launch(
+                rank_kernel, (self.rows,), LEAST_SIZE=LEAST_SIZE, LEAST_SHARE=LEAST_SHARE,
+                **arguments, **sort_config(tokens),
+            )  # fmt: skip
+        grid = self.rows, ceil_div(tokens, 1024)
+        return Launch(unpack_kernel, grid, **arguments, BLOCK=1024)
+
+    @functools.cached_property
+    def match(self) -> Launch:
+        """Finds which tokens of two sides have the same rank."""
+        tokens, words, rows = self.shape[1], self.words, self.rows
+        if self.at_once:
+            return Launch(
+                match_kernel, (rows,), N=tokens, ROWS=rows, weight=1 / self.count,
+                **words.arguments, **sort_config(tokens),
+            )  # fmt: skip
+        config, length = merge_config(), RUN
+        while 2 * length < tokens:
+            length *= 2
+        blocks = ceil_div(tokens, config["BLOCK"])
+        return Launch(
+            match_runs_kernel, (rows * blocks,), N=tokens, LENGTH=length, ROWS=rows, BLOCKS=blocks,
+            **words.arguments, **config,
+        )  # fmt: skip
+
+
+_sides = once(Sides)
+
+
 def _pack(
-    x: Tensor, y: Tensor | None, slices: Tensor | None, mask: Tensor | None, words: Words,
-    stride: int, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    x: Tensor, y: Tensor | None, slices: Tensor | None, mask: Tensor | None, scale: float
+) -> tuple[Sides, Tensor]:
     """Every slice of one or two (batch, N, m) tensors as sortable integers."""
-    batch, tokens, width = x.shape
-    sides = 1 if y is None else 2
-    count = width if slices is None else slices.shape[-2]
-    packed = torch.empty(sides, batch, count, stride, device=x.device, dtype=dtype)
-    blocks, config = _pack_config(width, stride, slices is not None)
-    config = {"MASKED": mask is not None, **config}
+    along = None if slices is None else slices.shape
+    shape = _sides(1 if y is None else 2, x.shape, x.dtype, along, mask is not None, scale)
+    packed = torch.empty(shape.packed[0], device=x.device, dtype=shape.packed[1])
     flags = None if mask is None else mask.view(torch.uint8)
     if slices is None:
-        pack_kernel[(batch, blocks, sides)](
-            x, y, flags, packed, tokens, width, stride, words.packed_scale, BITS=words.bits,
-            **config,
-        )  # fmt: skip
+        shape.pack(x, y, flags, packed)
     else:
-        project_kernel[(batch, blocks, sides)](
-            x, y, slices, flags, packed, tokens, count, stride, words.packed_scale,
-            SHARED=slices.shape[0] == 1, SLICES=slices_at_once(count), **width_arguments(width),
-            **config,
-        )  # fmt: skip
-    return packed
+        shape.pack(x, y, slices, flags, packed)
+    return shape, packed
 
 
 # As in `espformer.ops.esp.problem.spread`: the least size of points, and the least spread as a
@@ -544,26 +651,17 @@ def sort_points(
     all NaN. With `in_spreads` short rows are divided by their spread, (batch, L); long ones are
     not.
     """
-    batch, tokens, width = x.shape
-    count = width if slices is None else slices.shape[-2]
-    points = torch.empty(batch, count, tokens, device=x.device, dtype=torch.float32)
-    order = torch.empty(batch, count, tokens, device=x.device, dtype=torch.int32)
-    words = Words.of(x, slices, scale)
-    kind = words.arguments | {"POINT": words.point, "MASKED": mask is not None}
-    if tokens <= RUN:
-        config = sort_config(tokens)
-        spread = points.new_empty(batch, count) if in_spreads else None
-        bits = _pack(x, None, slices, mask, words, config["BLOCK"], words.half)
-        rank_kernel[(batch * count,)](
-            bits, lengths, points, order, spread, tokens, count, words.unpacked_scale,
-            LEAST_SIZE=LEAST_SIZE, LEAST_SHARE=LEAST_SHARE, **kind, **config,
-        )  # fmt: skip
-        return points, order, spread
-    packed, _ = sort_rows(_pack(x, None, slices, mask, words, tokens, words.whole))
-    unpack_kernel[(batch * count, ceil_div(tokens, 1024))](
-        packed, lengths, points, order, tokens, count, words.unpacked_scale, **kind, BLOCK=1024
-    )
-    return points, order, None
+    shape, packed = _pack(x, None, slices, mask, scale)
+    rows = x.shape[0], shape.count, x.shape[1]
+    points = torch.empty(rows, device=x.device, dtype=torch.float32)
+    order = torch.empty(rows, device=x.device, dtype=torch.int32)
+    if not shape.at_once:
+        packed, _ = sort_rows(packed)
+        shape.rank(packed, lengths, points, order)
+        return points, order, None
+    spread = points.new_empty(rows[:2]) if in_spreads else None
+    shape.rank(packed, lengths, points, order, spread)
+    return points, order, spread
 
 
 @operator("match_points")
@@ -576,27 +674,14 @@ def match_points(
     over the number of slices, but NaN where the slice of the queries or the keys holds NaN or an
     infinity. Padded tokens, the same for both, meet each other.
     """
-    batch, tokens, width = query.shape
-    count = width if slices is None else slices.shape[-2]
-    rows = batch * count
-    matches = torch.empty(batch, count, tokens, device=query.device, dtype=torch.int32)
-    weights = torch.empty(batch, count, device=query.device, dtype=torch.float32)
-    words = Words.of(query, slices, scale)
-    if tokens <= RUN:
-        config = sort_config(tokens)
-        bits = _pack(query, key, slices, mask, words, config["BLOCK"], words.half)
-        match_kernel[(rows,)](
-            bits, matches, weights, tokens, rows, 1 / count, **words.arguments, **config
-        )
-        return matches, weights
-    packed = _pack(query, key, slices, mask, words, tokens, words.whole)
-    packed, length = sort_rows(packed, runs=2)
-    weights.fill_(1 / count)
-    config = merge_config()
-    blocks = ceil_div(tokens, config["BLOCK"])
-    match_runs_kernel[(rows * blocks,)](
-        packed, matches, weights, tokens, length, rows, blocks, **words.arguments, **config
-    )
+    shape, packed = _pack(query, key, slices, mask, scale)
+    rows = query.shape[0], shape.count, query.shape[1]
+    matches = torch.empty(rows, device=query.device, dtype=torch.int32)
+    weights = torch.empty(rows[:2], device=query.device, dtype=torch.float32)
+    if not shape.at_once:
+        packed, _ = sort_rows(packed, runs=2)
+        weights.fill_(1 / shape.count)
+    shape.match(packed, matches, weights)
     return matches, weights
 
 
@@ -608,3 +693,241 @@ def _(
     count = width if slices is None else slices.shape[-2]
     matches = query.new_empty((batch, count, tokens), dtype=torch.int32)
     return matches, query.new_empty((batch, count), dtype=torch.float32)
+
+
+@triton.jit
+def mean_and_variance(points_ptr, length, size, N, BLOCK: tl.constexpr):
+    """Of the first `length` points: the one in the middle, and mean and variance measured from it.
+
+    In units of `size`.
+    """
+    middle = tl.load(points_ptr + length // 2)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, length, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        x = tl.load(points_ptr + n, mask=n < length, other=0.0) / size - middle / size
+        x = tl.where(n < length, x, 0.0)
+        sums += x
+        squares += x * x
+    count = tl.maximum(length, 1)
+    mean = tl.sum(sums, 0) / count
+    return middle, mean, tl.sum(squares, 0) / count - mean * mean
+
+
+@triton.jit(do_not_specialize=("L",))
+def spread_kernel(
+    points_ptr,  # (B, L, N) float32, sorted
+    lengths_ptr,  # (B,) int32, or None
+    spread_ptr,  # (B, L) float32
+    N, L, LEAST_SIZE: tl.constexpr, LEAST_SHARE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Points of one slice in units of their spread, in place."""
+    pair = tl.program_id(0).to(tl.int64)
+    points_ptr += pair * N
+    length = N
+    if lengths_ptr is not None:
+        length = tl.load(lengths_ptr + pair // L)
+    first, last = tl.load(points_ptr), tl.load(points_ptr + tl.maximum(length - 1, 0))
+    size = tl.maximum(tl.maximum(tl.abs(first), tl.abs(last)), LEAST_SIZE)
+    _, _, variance = mean_and_variance(points_ptr, length, size, N, BLOCK)
+    spread = spread_of(variance, size, LEAST_SHARE)
+    tl.store(spread_ptr + pair, spread)
+    tl.debug_barrier()  # what was measured is overwritten
+    for start in range(0, N, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        x = tl.load(points_ptr + n, mask=n < N, other=0.0)
+        tl.store(points_ptr + n, x / spread, mask=n < N)
+
+
+@triton.jit(do_not_specialize=("L",))
+def point_grad_kernel(
+    upstream_ptr,  # (B, L, N) float32, by rank
+    points_ptr,  # (B, L, N) float32: in units of the spread, if there is one
+    order_ptr,  # (B, L, N) int32
+    spread_ptr,  # (B, L) float32, or None
+    lengths_ptr,  # (B,) int32, or None
+    dp_ptr,  # by token: (B, L, N) float32, or the tokens' own (B, N, L) if TOKENS_FIRST
+    N, L, scale, TOKENS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`scale` times the gradient of the points of one slice; zero at padding."""
+    pair = tl.program_id(0).to(tl.int64)
+    upstream_ptr += pair * N
+    points_ptr += pair * N
+    length = N
+    if lengths_ptr is not None:
+        length = tl.load(lengths_ptr + pair // L)
+    middle, mean, slope, spread = 0.0, 0.0, 0.0, 1.0
+    if spread_ptr is not None:
+        middle, mean, variance = mean_and_variance(points_ptr, length, 1.0, N, BLOCK)
+        products = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, length, BLOCK):
+            n = start + tl.arange(0, BLOCK)
+            g = tl.load(upstream_ptr + n, mask=n < length, other=0.0)
+            products += g * tl.load(points_ptr + n, mask=n < length, other=0.0)
+        # In units of itself a spread is one, and points without one are far closer.
+        slope = tl.where(variance > 0.5, tl.sum(products, 0) / tl.maximum(length, 1), 0.0)
+        spread = tl.load(spread_ptr + pair)
+    for start in range(0, N, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        g = tl.load(upstream_ptr + n, mask=n < length, other=0.0)
+        if spread_ptr is not None:
+            y = tl.load(points_ptr + n, mask=n < length, other=0.0)
+            # Not y less the centre: far from zero that would be rounded, for all ranks alike.
+            g = tl.where(n < length, g - slope * ((y - middle) - mean), 0.0) / spread
+        token = tl.load(order_ptr + pair * N + n, mask=n < N, other=0)
+        if TOKENS_FIRST:
+            to = dp_ptr + (pair // L * N + token) * L + pair % L
+        else:
+            to = dp_ptr + pair * N + token
+        tl.store(to, (g * scale).to(dp_ptr.dtype.element_ty), mask=n < N)
+
+
+@triton.jit(do_not_specialize=("D8", "L"))
+def back_project_kernel(
+    dp_ptr,  # (B, L, N) float32, by token
+    slices_ptr,  # (B or 1, L, WIDTH) float32
+    dx_ptr,  # (B, N, WIDTH)
+    N, L, D8, D: tl.constexpr, SHARED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """``dx_n = Σ_l dp_ln θ_l``."""
+    WIDTH = D if D > 0 else D8 * 8
+    batch = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    dp_ptr += batch * L * N
+    if not SHARED:
+        slices_ptr += batch * L * WIDTH
+    dx = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for l in range(L):  # not unrolled: that would spill
+        theta = tl.load(slices_ptr + l * WIDTH + d, mask=d < WIDTH, other=0.0)
+        dx += tl.load(dp_ptr + l * N + n, mask=n < N, other=0.0)[:, None] * theta[None, :]
+    inside = (n[:, None] < N) & (d[None, :] < WIDTH)
+    to = dx_ptr + (batch * N + n[:, None]) * WIDTH + d[None, :]
+    tl.store(to, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+LEAST_BLOCK, MOST_BLOCK = 32, 4096
+
+
+def _row_launch(kernel: Any, batch: int, slices: int, ranks: int, **constants: Any) -> Launch:
+    """A kernel with one program for every row of points."""
+    block = min(MOST_BLOCK, max(LEAST_BLOCK, power_of_2(ranks)))
+    return Launch(
+        kernel, (batch * slices,), N=ranks, L=slices, BLOCK=block, num_warps=max(1, block // 512),
+        **constants,
+    )  # fmt: skip
+
+
+@once
+def _spreads(shape: Shape) -> Launch:
+    return _row_launch(spread_kernel, *shape, LEAST_SIZE=LEAST_SIZE, LEAST_SHARE=LEAST_SHARE)
+
+
+@once
+def _point_grads(shape: Shape, scale: float, tokens_first: bool) -> Launch:
+    return _row_launch(point_grad_kernel, *shape, scale=scale, TOKENS_FIRST=tokens_first)
+
+
+@once
+def _back_projection(batch: int, count: int, tokens: int, width: int, shared: bool) -> Launch:
+    block_d = power_of_2(width)
+    block_n = max(1, min(64, 4096 // block_d))
+    return Launch(
+        back_project_kernel, (batch, ceil_div(tokens, block_n)), N=tokens, L=count, SHARED=shared,
+        BLOCK_N=block_n, BLOCK_D=block_d, **width_arguments(width),
+    )  # fmt: skip
+
+
+def masked_lengths(mask: Tensor | None) -> Tensor | None:
+    """How many tokens of every sequence take part, (batch,)."""
+    return None if mask is None else mask.sum(-1, dtype=torch.int32)
+
+
+@operator("rank_points")
+def rank_points(
+    x: Tensor, slices: Tensor | None, mask: Tensor | None, lengths: Tensor | None, scale: float,
+    in_spreads: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Sorts the tokens of every slice.
+
+    Args:
+        x: (batch, N, m).
+        slices: Θ, (batch or 1, L, m) in float32; None means the axes.
+        mask: (batch, N), True where a token takes part.
+        lengths: how many do, (batch,) in int32, if there is a mask.
+        scale: what x is multiplied by.
+        in_spreads: whether points are divided by their spread.
+
+    Returns:
+        Sorted points in float32 and the token at each rank in int32, both (batch, L, N), padding
+        last; and the spread, (batch, L), or nothing. A slice that holds NaN or an infinity is all
+        NaN.
+    """
+    points, order, spread = sort_points(x, slices, mask, lengths, scale, in_spreads)
+    if spread is None:
+        spread = points.new_empty(points.shape[:2] if in_spreads else 0)
+        if in_spreads:
+            _spreads(points.shape)(points, lengths, spread)
+    return points, order, spread
+
+
+@rank_points.register_fake
+def _(
+    x: Tensor, slices: Tensor | None, mask: Tensor | None, lengths: Tensor | None, scale: float,
+    in_spreads: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    shape = (x.shape[0], x.shape[2] if slices is None else slices.shape[-2], x.shape[1])
+    points = x.new_empty(shape, dtype=torch.float32)
+    spread = points.new_empty(shape[:2] if in_spreads else 0)
+    return points, x.new_empty(shape, dtype=torch.int32), spread
+
+
+@operator("unrank_points")
+def unrank_points(
+    upstream: Tensor, points: Tensor, order: Tensor, spread: Tensor, x: Tensor,
+    slices: Tensor | None, lengths: Tensor | None, scale: float, with_slices: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of x and of the slices, the latter empty unless asked for."""
+    batch, count, tokens = points.shape
+    dx = torch.empty_like(x)
+    dp = dx if slices is None else torch.empty_like(points)
+    _point_grads(points.shape, scale, slices is None)(
+        upstream, points, order, spread if spread.numel() else None, lengths, dp
+    )
+    if slices is None:
+        return dx, points.new_empty(0)
+    back_project = _back_projection(batch, count, tokens, x.shape[-1], slices.shape[0] == 1)
+    back_project(dp, slices, dx)
+    if not with_slices:
+        return dx, points.new_empty(0)
+    d_slices = torch.bmm(dp, x.float())
+    return dx, d_slices.sum(0, keepdim=True) if slices.shape[0] == 1 else d_slices
+
+
+@unrank_points.register_fake
+def _(
+    upstream: Tensor, points: Tensor, order: Tensor, spread: Tensor, x: Tensor,
+    slices: Tensor | None, lengths: Tensor | None, scale: float, with_slices: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    d_slices = slices if with_slices else None
+    return x.new_empty(x.shape), points.new_empty(0 if d_slices is None else d_slices.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, slices, _, lengths, ctx.scale, _ = inputs
+    ctx.save_for_backward(*output, x, slices, lengths)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+@refuse_double_backward("espformer::rank_points")
+def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    if grads[0] is None:
+        return (None,) * 6
+    with_slices = ctx.needs_input_grad[1]
+    dx, d_slices = unrank_points(grads[0], *ctx.saved_tensors, ctx.scale, with_slices)
+    return dx, d_slices if with_slices else None, None, None, None, None
+
+
+rank_points.register_autograd(_backward, setup_context=_setup)

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from espformer.ops.common.sizes import ceil_div, power_of_2, width_arguments
+from espformer.ops.common.launch import Launch, Shape, ceil_div, once, power_of_2, width_arguments
 from espformer.ops.esp.triton.plan import Plan
 from espformer.ops.esp.triton.primitives import (
     COUNTS,
@@ -400,7 +400,7 @@ def state_table(metric: str, fp32_rows: bool) -> tuple[float, ...]:
     return tuple(numbers)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one object for every shape: the key of what is made of it
 class Chunks:
     """How the ranks of some plans are cut into chunks, and kernels launched on them."""
 
@@ -410,10 +410,12 @@ class Chunks:
     metric: str
     dtype: torch.dtype  # of the rows
 
-    @classmethod
-    def of(cls, points: Tensor, metric: str, dtype: torch.dtype) -> Chunks:
-        batch, slices, ranks = points.shape
-        return cls(batch, slices, ranks, metric, dtype)
+    @staticmethod
+    @once
+    def of(shape: Shape, metric: str, dtype: torch.dtype) -> Chunks:
+        """Of plans whose points are (batch, slices, ranks), on rows of this dtype."""
+        batch, slices, ranks = shape
+        return Chunks(batch, slices, ranks, metric, dtype)
 
     @functools.cached_property
     def span(self) -> int:
@@ -425,11 +427,11 @@ class Chunks:
         """Chunks of a sequence."""
         return ceil_div(self.ranks, self.span)
 
-    @property
+    @functools.cached_property
     def fp32_rows(self) -> bool:
         return self.dtype.itemsize == 4
 
-    @property
+    @functools.cached_property
     def complex(self) -> bool:
         """Whether poles are complex numbers."""
         return self.metric != "absolute"
@@ -473,27 +475,30 @@ class Chunks:
             return total
         return total.new_empty(self.batch, self.slices, self.count)
 
-    def launch(self, kernel: Any, name: str, x: Tensor, *args: Any, **options: Any) -> None:
-        """Launches a kernel on all chunks, or on the full ones and on the last one apart.
+    def launches(self, kernel: Any, name: str, width: int, **options: Any) -> list[Launch]:
+        """Launches of a kernel on all chunks, or on the full ones and on the last one apart.
 
         Masks cost a sixth of all instructions (of `sums`, less than another launch), and a few
         ranks that are left need no program for 64.
         """
-        width = x.shape[-1]
         block_d = column_block(width, self.fp32_rows)
         full = self.ranks // self.span if width % block_d == 0 else 0
         parts = [(0, self.count, self.span)]
         if 0 < full < self.count:
-            rest = chunk_size(self.ranks % self.span, x.dtype)
+            rest = chunk_size(self.ranks % self.span, self.dtype)
             if rest < self.span or (full > 1 and name != "sums"):
                 parts = [(0, full, self.span), (full, 1, rest)]
+        launches = []
         for start, count, ranks in parts:
-            kernel[(self.batch * self.slices * count,)](
-                *args, N=self.ranks, HEADS=self.batch, L=self.slices, CHUNKS=self.count,
-                START=start, COUNT=count, COMPLEX=self.complex, BLOCK_D=block_d,
-                SPAN=self.span, C=ranks, EVEN=start + count <= full, **width_arguments(width),
-                **options, **self._tuned(name, ranks),
+            launch = Launch(
+                kernel, (self.batch * self.slices * count,), N=self.ranks, HEADS=self.batch,
+                L=self.slices, CHUNKS=self.count, START=start, COUNT=count, TABLE=self.table,
+                COMPLEX=self.complex, BLOCK_D=block_d, SPAN=self.span, C=ranks,
+                EVEN=start + count <= full, **width_arguments(width), **options,
+                **self._tuned(name, ranks),
             )  # fmt: skip
+            launches.append(launch)
+        return launches
 
     def _tuned(self, name: str, ranks: int) -> dict[str, int]:
         """Warps of a program that has so many ranks, and registers of a thread."""
@@ -512,37 +517,41 @@ def chunk_states(
 
     (batch, L, chunks, state rows, width) each; None where there is one chunk.
     """
+    _, tokens, width = x.shape
     rows = chunks.state_rows(ties)
     if rows == 0:
         return None, None
     shape = (chunks.batch, chunks.slices, chunks.count, rows)
-    states = torch.empty(*shape, x.shape[-1], device=x.device, dtype=chunks.state_dtype())
+    states = torch.empty(*shape, width, device=x.device, dtype=chunks.state_dtype())
     after = links = None
     if through:
         after = torch.empty_like(states)
         links = torch.empty(*shape, rows, device=x.device, dtype=torch.float32)
-    chunks.launch(
-        sums_kernel, "sums", x,
-        x, plan.key_order, plan.key_scale, plan.key_points, plan.query_points, plan.mid_scale,
-        chunks.table, plan.inv_bandwidth, states, after, links, TOKENS=x.shape[-2], ROWS=rows,
-        THROUGH=through,
-    )  # fmt: skip
+    for sums in _sums(chunks, rows, tokens, width, through):
+        sums(
+            x, plan.key_order, plan.key_scale, plan.key_points, plan.query_points, plan.mid_scale,
+            plan.inv_bandwidth, states, after, links,
+        )  # fmt: skip
     _scan(chunks, plan.key_points, plan.inv_bandwidth, states, None, None)
     if after is not None and chunks.complex:
-        block_d = column_block(x.shape[-1], chunks.fp32_rows)
-        link_kernel[(chunks.batch * chunks.slices * chunks.count,)](
-            states,
-            after,
-            links,
-            ROWS=rows,
-            BLOCK_D=block_d,
-            num_warps=1,
-            **width_arguments(x.shape[-1]),
-        )
+        _link(chunks, rows, width)(states, after, links)
         _scan(chunks, plan.query_points, plan.inv_bandwidth, after, None, None)
     elif after is not None:
         _scan(chunks, plan.query_points, plan.inv_bandwidth, after, states, links)
     return states, after
+
+
+@once
+def _sums(chunks: Chunks, rows: int, tokens: int, width: int, through: bool) -> list[Launch]:
+    return chunks.launches(sums_kernel, "sums", width, TOKENS=tokens, ROWS=rows, THROUGH=through)
+
+
+@once
+def _link(chunks: Chunks, rows: int, width: int) -> Launch:
+    return Launch(
+        link_kernel, (chunks.batch * chunks.slices * chunks.count,), ROWS=rows,
+        BLOCK_D=column_block(width, chunks.fp32_rows), num_warps=1, **width_arguments(width),
+    )  # fmt: skip
 
 
 def _scan(
@@ -551,20 +560,32 @@ def _scan(
 ) -> None:  # fmt: skip
     """Every chunk's own sums to the states that enter it, in place."""
     rows, width = states.shape[-2:]
+    segments, scans = _scans(chunks, rows, width, before is not None)
+    ends = None
+    if segments > 1:
+        shape = (chunks.batch * chunks.slices, 2, segments, rows // 2, width)
+        ends = states.new_empty(shape, dtype=torch.float32)
+    for scan in scans:
+        scan(points, inv_bandwidth, states, before, links, ends)
+
+
+@once
+def _scans(chunks: Chunks, rows: int, width: int, through: bool) -> tuple[int, list[Launch]]:
+    """Segments that are scanned at the same time, and launches: of several, their ends first."""
     block_d = min(64, max(16, power_of_2(width)))
     ahead = min(AHEAD[chunks.complex], power_of_2(chunks.count))
     pairs, columns = chunks.batch * chunks.slices, ceil_div(width, block_d)
     length = segment_length(chunks.count, ahead, 2 * pairs * columns)
     segments = ceil_div(chunks.count, length)
-    ends = None
-    if segments > 1:
-        ends = states.new_empty(pairs, 2, segments, rows // 2, width, dtype=torch.float32)
-    for ends_only in (False,) if ends is None else (True, False):
-        scan_kernel[(pairs * segments, 2, columns)](
-            points, chunks.table, inv_bandwidth, states, before, links, ends,
-            N=chunks.ranks, L=chunks.slices, CHUNKS=chunks.count, SEGMENTS=segments,
-            LENGTH=length, COMPLEX=chunks.complex, ROWS=rows, THROUGH=before is not None,
-            ENDS_ONLY=ends_only, BLOCK_R=power_of_2(rows // (4 if chunks.complex else 2)),
-            BLOCK_D=block_d, C=chunks.span, AHEAD=ahead, FP32_ROWS=chunks.fp32_rows, num_warps=1,
+    launches = []
+    for ends_only in (False,) if segments == 1 else (True, False):
+        launch = Launch(
+            scan_kernel, (pairs * segments, 2, columns), TABLE=chunks.table, N=chunks.ranks,
+            L=chunks.slices, CHUNKS=chunks.count, SEGMENTS=segments, LENGTH=length,
+            COMPLEX=chunks.complex, ROWS=rows, THROUGH=through, ENDS_ONLY=ends_only,
+            BLOCK_R=power_of_2(rows // (4 if chunks.complex else 2)), BLOCK_D=block_d,
+            C=chunks.span, AHEAD=ahead, FP32_ROWS=chunks.fp32_rows, num_warps=1,
             **width_arguments(width),
         )  # fmt: skip
+        launches.append(launch)
+    return segments, launches
