@@ -23,8 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from espformer.ops.common import launch
-from espformer.ops.common.launch import Launch
+from espformer.ops.common import triton as launch
+from espformer.ops.common.triton import Launch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int32, torch.bool)
 SIZES = (0, 1, 15, 16, 17, 1024, 2**31, 2**40)

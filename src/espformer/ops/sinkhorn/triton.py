@@ -71,8 +71,8 @@ from torch import Tensor
 
 from espformer.ops.common.autograd import refuse_double_backward, without_autocast
 from espformer.ops.common.custom_op import operator
-from espformer.ops.common.launch import Launch, Shape, ceil_div, once, power_of_2
 from espformer.ops.common.masks import zero_padding
+from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2
 
 __all__ = ["output", "sinkhorn_backward", "sinkhorn_forward", "supported"]
 

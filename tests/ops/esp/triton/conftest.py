@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from espformer.ops.common import launch
+from espformer.ops.common import triton as launch
 
 
 @pytest.fixture(autouse=True)

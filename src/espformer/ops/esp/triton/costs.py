@@ -21,7 +21,7 @@ from torch import Tensor
 
 from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
-from espformer.ops.common.launch import Launch, Shape, ceil_div, once, power_of_2, width_arguments
+from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2, width_arguments
 from espformer.ops.esp.triton import dense_columns
 from espformer.ops.esp.triton.normalise import (
     bandwidth_gradient,

@@ -19,7 +19,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from espformer.ops.common.launch import Shape, ceil_div, power_of_2
+from espformer.ops.common.triton import Shape, ceil_div, power_of_2
 from espformer.ops.esp.triton.primitives import (
     exp2_minus_square,
     gap_unit,

@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from espformer.ops.common.launch import Launch, Shape, ceil_div, once, power_of_2, width_arguments
+from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2, width_arguments
 from espformer.ops.esp.triton.plan import Plan
 from espformer.ops.esp.triton.primitives import COUNTS, INTERPRETED, LOG2E, exp2
 

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import Operator, operator
-from espformer.ops.common.launch import Launch, Shape, once, power_of_2
+from espformer.ops.common.triton import Launch, Shape, once, power_of_2
 from espformer.ops.esp.balancing import chebyshev_exponents
 from espformer.ops.esp.triton import dense_columns
 from espformer.ops.esp.triton.primitives import exponential_table, operands, rotation

@@ -25,7 +25,7 @@ Offsets within a head are 32-bit; pointers are moved to the head with 64 bits fi
 
 Shapes in comments: B heads of all sequences (``batch``), L slices, N ranks, WIDTH columns of a row:
 D where a kernel is compiled for that width, or 8 · D8
-(:func:`espformer.ops.common.launch.width_arguments`).
+(:func:`espformer.ops.common.triton.width_arguments`).
 """
 
 from __future__ import annotations

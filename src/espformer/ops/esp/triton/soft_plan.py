@@ -42,7 +42,7 @@ from torch import Tensor
 
 from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
-from espformer.ops.common.launch import Launch, Shape, once
+from espformer.ops.common.triton import Launch, Shape, once
 from espformer.ops.esp import linear
 from espformer.ops.esp.coupling import Coupling, couple
 from espformer.ops.esp.problem import Problem

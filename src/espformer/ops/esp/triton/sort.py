@@ -46,7 +46,7 @@ from torch import Tensor
 
 from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
-from espformer.ops.common.launch import Launch, Shape, ceil_div, once, power_of_2, width_arguments
+from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2, width_arguments
 
 MOST_TOKENS = 1 << 16  # whose index has 16 bits
 # Words that one warp sorts, or merges; more warps would have to hand words to each other.
