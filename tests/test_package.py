@@ -2,9 +2,6 @@
 
 import ast
 import importlib.metadata
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import RENAMED, SLOW
+from tests.processes import run_beside_torch
 
 PACKAGE = Path(__file__).parents[1] / "src" / "espformer"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -98,7 +96,7 @@ def test_integrations_are_imported_when_asked_for(name):
         f"asked = espformer.{name}; import espformer.integrations as module;"
         f"assert asked is getattr(module, {name!r}, module)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = run_beside_torch(program)
     assert done.returncode == 0, done.stderr
 
 
@@ -150,10 +148,8 @@ def test_core_needs_torch_alone():
                 module = ".".join(path.relative_to(root.parent).with_suffix("").parts)
                 importlib.import_module(module.removesuffix(".__init__"))
     """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
+    done = run_beside_torch(program)
+    assert done.returncode == 0, done.stderr
 
 
 def test_slow_tests_exist(request):

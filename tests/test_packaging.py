@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import run_beside_torch
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 OPTIONAL = {
@@ -146,7 +148,7 @@ def test_import_brings_neither_the_laboratory_nor_optional_packages():
         "import sys, torch; before = set(sys.modules); import espformer;"
         "print(*sorted(set(sys.modules) - before))"
     )
-    imported = set(run(sys.executable, "-c", program).split())
+    imported = set(run_beside_torch(program).stdout.split())
     assert "espformer.nn" in imported
     assert not {name for name in imported if name.startswith("espformer.lab")}
     optional = {MODULES.get(name, name) for name in OPTIONAL} - OF_TORCH

@@ -41,11 +41,8 @@ def traced() -> Iterator[list[Path]]:
     found: list[Path] = []
 
     def look(frame: FrameType, event: str, argument: Any) -> None:
-        # A module's own lines are its import, and names that no function has are comprehensions.
-        if event != "call" or frame.f_code.co_name == "<module>":
-            return
         name = frame.f_code.co_filename
-        if name not in seen:
+        if event == "call" and name not in seen and not _importing(frame):
             path = Path(name)
             inside = path.is_relative_to(PACKAGE)
             seen[name] = path.relative_to(PACKAGE) if inside else None
@@ -61,11 +58,18 @@ def traced() -> Iterator[list[Path]]:
         threading.setprofile(None)
 
 
+def _importing(frame: FrameType | None) -> bool:
+    """Say whether a module is being imported: its own lines, bodies of classes, what they call."""
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
+
+
 def recipe_walk() -> list[Path]:
     """Train one run of a recipe for a step, keep its results, and write RESULTS.md of them."""
     from espformer.lab.recipes.recipe import load_recipe
-    from espformer.lab.results.collect import write_report
-    from espformer.lab.results.result_files import results_page
+    from espformer.lab.results.page import results_page
+    from espformer.lab.results.result_files import write_report
     from espformer.lab.training.run_directory import run_directory
     from espformer.lab.training.trainer import execute
 

@@ -47,22 +47,25 @@ def test_any_dimension(dim):
 
 
 def test_the_matrix_is_what_sorts():
-    x, values = torch.randn(3, 20), torch.randn(3, 20, 4)
-    for options in ({"balance": "both"}, {"descending": True}, {"mask": torch.rand(3, 20) < 0.6}):
+    x, values = torch.randn(3, 8), torch.randn(3, 8, 4)
+    for options in ({"balance": "both"}, {"descending": True}, {"mask": torch.rand(3, 8) < 0.6}):
         matrix = sorting.soft_permutation(x, **options)
         torch.testing.assert_close(matrix @ values, sorting.soft_sort(x, values, **options))
         torch.testing.assert_close(matrix.mT @ values, sorting.soft_unsort(x, values, **options))
 
 
+# A matrix is sorted rows of the identity: kernels for more than eight columns are compiled in slow
+# tests alone.
+@pytest.mark.parametrize("count", [8, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("balance", ["rows", "both"])
-def test_sums(balance):
-    x = torch.randn(50, dtype=torch.float64)
+def test_sums(balance, count):
+    x, ones = torch.randn(count, dtype=torch.float64), torch.ones(count).double()
     matrix = sorting.soft_permutation(x, temperature=0.5, balance=balance)
     weights = sorting.soft_topk(x, 7, temperature=0.5, balance=balance)
-    torch.testing.assert_close(matrix.sum(-1), torch.ones(50).double(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(matrix.sum(-1), ones, atol=1e-5, rtol=0)
     torch.testing.assert_close(weights.sum(), torch.tensor(7.0).double(), atol=1e-4, rtol=0)
     if balance == "both":
-        torch.testing.assert_close(matrix.sum(0), torch.ones(50).double(), atol=1e-5, rtol=0)
+        torch.testing.assert_close(matrix.sum(0), ones, atol=1e-5, rtol=0)
         assert 0 <= weights.min() <= weights.max() <= 1 + 1e-5
 
 
@@ -127,7 +130,8 @@ def test_a_row_that_is_all_padding(function):
 @every
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_dtypes(function, dtype):
-    x = torch.randn(2, 30).to(dtype)
+    count = 8 if function is sorting.soft_permutation else 30
+    x = torch.randn(2, count).to(dtype)
     got = function(x)
     ranked = function in (sorting.soft_rank, FUNCTIONS["spearman"], FUNCTIONS["spearman_loss"])
     assert got.dtype == (torch.float32 if ranked and dtype.itemsize == 2 else dtype)
@@ -166,7 +170,8 @@ def test_extremes_stay_finite(function, case, metric):
         assert all(g is None or g.isfinite().all() for g in grads), (t, unit, dtype)
 
 
-@pytest.mark.parametrize("metric", ["absolute", "squared"])
+# Kernels of the squared metric in float32 are compiled for slow tests alone.
+@pytest.mark.parametrize("metric", ["absolute", pytest.param("squared", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scale", [2.0**-90, 2.0**-20, 2.0**60])
 def test_units_of_the_spread_know_no_scale(scale, metric):
     x = torch.randn(5, 70)
@@ -274,7 +279,7 @@ def test_spearman_is_that_of_scipy():
     torch.testing.assert_close(sorting.spearman_loss(x, y, reduction="sum"), loss.sum())
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiles_as_a_whole(dynamic):
     def loss(x, values):
         rows = sorting.soft_sort(x, values, temperature=0.2, straight_through=True)

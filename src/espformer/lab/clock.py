@@ -9,16 +9,6 @@ from statistics import median
 
 import torch
 
-__all__ = [
-    "Stopwatch",
-    "graph_milliseconds",
-    "in_words",
-    "interleaved_seconds",
-    "median_milliseconds",
-    "seconds_and_peak",
-    "seconds_per_call",
-]
-
 Call = Callable[[], object]
 
 # More than any second-level cache: written between calls, so that none finds its inputs there.

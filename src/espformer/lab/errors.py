@@ -3,8 +3,6 @@
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["ConfigError", "RunError", "UserError", "nearest"]
-
 
 class UserError(Exception):
     """A mistake or an obstacle outside the code: the command line prints it without a traceback."""

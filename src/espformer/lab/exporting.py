@@ -23,8 +23,6 @@ from espformer.lab.training.learner import MARK
 from espformer.nn import ESP, harden, soften
 from espformer.ops.common.torch_internals import tree_leaves
 
-__all__ = ["Exportable", "export_model", "open_model"]
-
 TOLERANCE = 1e-4
 # A hard sort jumps where two tokens are nearly tied, and another rounding may order them the other
 # way. A graph that is wrong is wrong for other inputs too.

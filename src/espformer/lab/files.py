@@ -9,16 +9,6 @@ from pathlib import Path
 
 from espformer.lab.errors import RunError
 
-__all__ = [
-    "LOCK",
-    "check_directory",
-    "lock",
-    "new_directory",
-    "refuse_directory",
-    "replacing",
-    "write_atomically",
-]
-
 _MARGIN = 64 * 2**20
 
 LOCK = ".lock"

@@ -16,16 +16,6 @@ import torch
 
 import espformer
 
-__all__ = [
-    "command",
-    "device_name",
-    "machine",
-    "processor",
-    "remember_command",
-    "revision",
-    "run_conditions",
-]
-
 _COMMAND = "ESPFORMER_COMMAND"
 
 

@@ -2,7 +2,6 @@
 
 import csv
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from espformer.lab.bench.cases import Case, Measurement
 from espformer.lab.bench.suites import SUITES, select
 from espformer.lab.bench.tables import is_failure, verdict_cells, verdicts
 from espformer.lab.bench.targets import TARGETS, judge, target_cases
+from tests.processes import run_beside_torch
 
 BY_TITLE = {target.title: target for target in TARGETS}
 SOFT = BY_TITLE["soft forward, τ = 0, squared, N = 1024"]
@@ -197,9 +197,7 @@ sys.exit(main())
 
 
 def test_torch_alone_is_enough(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    done = run_beside_torch(ALONE, str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "[quick 4/4] softmax/sdpa forward+backward N=5" in done.stderr
     assert "command: python -m espformer.lab.bench quick --device cpu" in done.stdout

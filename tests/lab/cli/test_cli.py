@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -18,6 +17,7 @@ from typer.testing import CliRunner
 import espformer
 from espformer.lab import cli
 from espformer.lab.recipes.recipe import recipe_names
+from tests.processes import run_beside_torch
 
 SMALL = [
     "model.vit.patch_size=4", "model.vit.dim=8", "model.vit.head_dim=4", "model.vit.mlp_dim=8",
@@ -185,7 +185,7 @@ def test_help_is_quick_to_load():
         "try: main()\nexcept SystemExit: pass\n"
         "assert 'lightning' not in sys.modules, 'lightning was loaded'"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = run_beside_torch(program)
     assert done.returncode == 0, done.stderr
 
 

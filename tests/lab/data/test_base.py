@@ -2,9 +2,6 @@
 
 import json
 import pickle
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
@@ -13,6 +10,7 @@ from torch.utils.data import DataLoader, Subset
 import espformer.lab.data
 from espformer.lab.data import Task, TensorSet, available, collate, load
 from espformer.lab.data.base import digest, hold_out, stratified
+from tests.processes import run_beside_torch
 
 
 def texts(lengths, width):
@@ -182,4 +180,5 @@ def test_import_needs_no_optional_package():
         task = espformer.lab.data.load("digits")
         assert "sklearn" not in sys.modules
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
+    done = run_beside_torch(program)
+    assert done.returncode == 0, done.stderr

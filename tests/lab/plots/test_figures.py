@@ -1,8 +1,5 @@
 """Figures: what they draw is what they were given, and every command writes its files."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -16,6 +13,7 @@ from espformer.lab.errors import UserError
 from espformer.lab.plots.runtime import Timing
 from espformer.lab.plots.scores import Score
 from espformer.lab.plots.softness import SoftScore
+from tests.processes import run_beside_torch
 
 CSV = """\
 operator,backend,mode,tokens,heads,width,slices,dtype,milliseconds,peak_mb,error,status
@@ -30,7 +28,8 @@ softmax,torch,forward,64,2,64,,float32,0.2,5,1e-7,ok
 
 def test_importing_espformer_does_not_import_matplotlib():
     program = "import sys, espformer, espformer.lab.demo; assert 'matplotlib' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True)
+    done = run_beside_torch(program)
+    assert done.returncode == 0, done.stderr
 
 
 def test_sum_errors_of_a_known_matrix():

@@ -2,14 +2,13 @@
 
 import io
 import re
-import subprocess
-import sys
 
 import pytest
 from rich.console import Console
 
 from espformer.lab import demo
 from tests.lab.report.conftest import TINY
+from tests.processes import run_beside_torch
 
 
 def test_it_ends_well_and_says_where_the_page_is(demonstration, page):
@@ -72,7 +71,7 @@ def test_what_is_missing_is_told(package):
         f"import sys; sys.modules['{package}'] = None\n"
         "from espformer.lab import demo; sys.exit(demo.main(['--quick', '--output', '/nowhere']))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = run_beside_torch(program)
     assert done.returncode == 1
     assert f"needs {package}: pip install {package}" in done.stderr
     assert 'pip install -e ".[train,plots]"' in done.stderr

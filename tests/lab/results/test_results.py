@@ -18,13 +18,12 @@ from espformer.lab.recipes.recipe import load_recipe, recipe_names
 from espformer.lab.recipes.yaml_schema import plain
 from espformer.lab.results.claims import CLAIMS, Claim, compare, verdict
 from espformer.lab.results.claims import SCORES as SCORE_NAMES
-from espformer.lab.results.collect import beside_saved
-from espformer.lab.results.first_page import first_table, paper_gap
+from espformer.lab.results.page import first_table, paper_gap, results_page
 from espformer.lab.results.result_files import (
     Results,
+    beside_saved,
     merge_files,
     read_file,
-    results_page,
     save_file,
 )
 from espformer.lab.results.result_tables import markdown

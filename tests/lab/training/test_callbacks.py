@@ -8,12 +8,12 @@ import torch
 
 from espformer import esp_plan
 from espformer.lab.recipes.schema import Annealing, StraightThrough
+from espformer.lab.training.annealing import AnnealTemperature, StraightThroughShare
 from espformer.lab.training.attention import (
     attention_statistics,
     recorded_calls,
     slice_statistics,
 )
-from espformer.lab.training.callbacks import AnnealTemperature, StraightThroughShare
 from espformer.lab.training.learner import Learner
 from espformer.nn import ESP, Attention, Sinkhorn, get_sort_temperatures
 

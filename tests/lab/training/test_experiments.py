@@ -16,10 +16,9 @@ from espformer.lab.errors import RunError
 from espformer.lab.files import lock
 from espformer.lab.recipes.recipe import load_recipe, recipe_names
 from espformer.lab.recipes.yaml_schema import plain
-from espformer.lab.results.collect import collect, write_report
 from espformer.lab.results.figures import plot_experiment, plot_run
 from espformer.lab.results.paper_numbers import DIFFERENCES, TABLES, Number
-from espformer.lab.results.result_files import read_file
+from espformer.lab.results.result_files import collect, read_file, write_report
 from espformer.lab.results.result_tables import markdown, summarise
 from espformer.lab.training import experiments, timing
 from espformer.lab.training.assemble import load_task

@@ -20,8 +20,6 @@ from espformer.lab.bench.cases import PEER_FACTOR, TOLERANCES, Case
 from espformer.lab.bench.kernel_attention import kernel_attention
 from espformer.nn import Differential, Softmax
 
-__all__ = ["ESP", "OPERATORS", "SINKHORN", "Operator", "differential", "esp", "find", "parameters"]
-
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _SHARP: dict[str, Any] = {"metric": "squared", "sort_temperature": 1e-3}

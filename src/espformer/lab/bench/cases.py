@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-__all__ = ["MODES", "Case", "Measurement", "largest_error"]
-
 MODES = ("forward", "forward+backward")
 
 # Largest error of 16-bit and of float32 results, relative, in the Frobenius norm of the output and

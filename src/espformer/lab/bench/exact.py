@@ -17,8 +17,6 @@ from espformer.lab.bench.attentions import ESP, SINKHORN, Attention, differentia
 from espformer.lab.bench.cases import Case
 from espformer.lab.bench.kernel_attention import dense_kernel_attention, kernel_attention
 
-__all__ = ["Oracle", "checked_heads", "results"]
-
 # Numbers of the largest float64 array that an oracle may make, and of a block of rows.
 LARGEST = {"cuda": 1 << 27, "cpu": 1 << 23}
 LONG = 1 << 15

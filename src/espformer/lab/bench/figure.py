@@ -11,8 +11,6 @@ from matplotlib.figure import Figure
 from espformer.lab.bench.cases import MODES, Measurement
 from espformer.lab.plots.style import SERIES, figure_style, headline, save_figure
 
-__all__ = ["draw"]
-
 # Not as many as colours, so that a pair of both is seldom met twice.
 _MARKERS = ("o", "s", "^", "D", "v")
 

@@ -15,8 +15,6 @@ from espformer.lab.bench.attentions import Attention, find, parameters
 from espformer.lab.bench.cases import Case, Measurement, largest_error
 from espformer.lab.bench.exact import Oracle, checked_heads, results
 
-__all__ = ["calling", "run_cases"]
-
 # A captured graph keeps its memory, and only short calls are bound by launches.
 GRAPH_MILLISECONDS, GRAPH_MEGABYTES = 60.0, 20_000.0
 

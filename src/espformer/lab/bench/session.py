@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from espformer.lab.bench import terminal
 from espformer.lab.bench.cases import Measurement
@@ -13,40 +14,26 @@ from espformer.lab.bench.suites import SUITES, pick_device, select
 from espformer.lab.bench.tables import file_stem, is_failure, write
 from espformer.lab.machine import machine
 
-__all__ = ["run"]
-
 
 def run(
     suites: Sequence[str],
     *,
     device: str = "auto",
-    dtype: str | None = None,
-    tokens: str | None = None,
-    heads: int | None = None,
-    width: int | None = None,
-    operators: str | None = None,
-    backends: str | None = None,
-    modes: str | None = None,
-    shrink: int = 1,
     row_seconds: float = 3.0,
     output: Path | None = Path("benchmarks/results"),
     program: Sequence[str] = ("espformer", "bench"),
+    **choice: Any,
 ) -> bool:
     """Run suites, print their tables and write them to `output`; whether all is as it should be.
 
-    The options are those of ``espformer bench``; `program` is how it was called.
+    The options are those of ``espformer bench``; `program` is how it was called, and `choice` goes
+    to :func:`~espformer.lab.bench.suites.select`.
 
     Raises:
         ValueError: an option that does not say what it should.
     """
     where = pick_device(device)
-    chosen = {
-        suite: select(
-            suite, dtype=dtype, tokens=tokens, heads=heads, width=width, operators=operators,
-            backends=backends, modes=modes, shrink=shrink,
-        )
-        for suite in suites or ["quick"]
-    }  # fmt: skip
+    chosen = {suite: select(suite, **choice) for suite in suites or ["quick"]}
     arguments = sys.argv[2:] if program[-1] == "bench" else sys.argv[1:]
     good = True
     for suite, cases in chosen.items():

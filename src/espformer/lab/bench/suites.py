@@ -12,8 +12,6 @@ from espformer.lab.bench.attentions import OPERATORS, SINKHORN
 from espformer.lab.bench.cases import MODES, TOLERANCES, Case
 from espformer.lab.bench.targets import target_cases
 
-__all__ = ["SUITES", "pick_device", "select"]
-
 _FORWARD, _BOTH = MODES
 _SINKHORN_BACKENDS = ("eager", "compiled", "triton", "flash_sinkhorn")
 

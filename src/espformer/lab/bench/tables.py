@@ -13,19 +13,6 @@ import torch
 from espformer.lab.bench.cases import Measurement
 from espformer.lab.bench.targets import NO_TARGET, TARGETS, Verdict, judge
 
-__all__ = [
-    "COLUMNS",
-    "VERDICT_COLUMNS",
-    "aligned_table",
-    "cells",
-    "file_stem",
-    "is_failure",
-    "markdown_table",
-    "verdict_cells",
-    "verdicts",
-    "write",
-]
-
 COLUMNS = (
     "operator", "backend", "mode", "tokens", "heads", "width", "slices", "dtype", "milliseconds",
     "graph_milliseconds", "peak_mb", "error", "status",

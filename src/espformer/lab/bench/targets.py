@@ -9,8 +9,6 @@ from typing import Any
 
 from espformer.lab.bench.cases import Case, Measurement
 
-__all__ = ["NO_TARGET", "TARGETS", "Target", "Verdict", "judge", "target_cases"]
-
 Found = Mapping[Case, Measurement]
 
 BOTH = "forward+backward"

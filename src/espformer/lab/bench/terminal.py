@@ -18,8 +18,6 @@ from espformer.lab.bench.tables import (
 )
 from espformer.ops.common.optional import how_to_install
 
-__all__ = ["plot", "print_tables", "progress", "told"]
-
 
 @contextmanager
 def progress(suite: str, total: int) -> Iterator[Callable[[Measurement], None]]:

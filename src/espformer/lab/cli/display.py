@@ -11,8 +11,6 @@ from espformer.lab.training.experiments import Job
 from espformer.lab.training.run_directory import is_first_process
 from espformer.lab.training.timing import Estimator
 
-__all__ = ["print_mapping", "print_results", "show_plan"]
-
 
 def show_plan(console: Console, work: list[Job], at_once: int) -> None:
     """A table of the runs of an experiment, their state, and about how long each takes here."""

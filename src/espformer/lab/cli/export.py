@@ -8,8 +8,6 @@ import typer
 
 from espformer.lab.cli.options import Which
 
-__all__ = ["export"]
-
 
 class Form(StrEnum):
     """The kind of file that is written."""

@@ -8,8 +8,6 @@ import typer
 from espformer.lab.cli.options import Jobs, Output, Save, ShowProgress, whole_numbers
 from espformer.lab.cli.reproduce import do_and_report
 
-__all__ = ["finetune"]
-
 
 def finetune(
     model: Annotated[
@@ -91,7 +89,7 @@ def finetune(
     """
     from espformer.lab.cli.display import print_results
     from espformer.lab.errors import ConfigError
-    from espformer.lab.results.collect import write_report
+    from espformer.lab.results.result_files import write_report
     from espformer.lab.training import processes
     from espformer.lab.training.experiments import Job
     from espformer.lab.training.finetuning import (

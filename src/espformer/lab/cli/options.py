@@ -8,11 +8,6 @@ import typer
 
 from espformer.lab.errors import ConfigError
 
-__all__ = [
-    "Checkpoint", "DataDirectory", "Jobs", "Output", "Overrides", "RecipeName", "RunPath", "Save",
-    "ShowProgress", "Which", "whole_numbers",
-]  # fmt: skip
-
 
 class Which(StrEnum):
     """A checkpoint of a run."""

@@ -8,8 +8,6 @@ import typer
 from espformer.lab.cli.options import Output
 from espformer.ops.common.optional import how_to_install
 
-__all__ = ["plot"]
-
 SAVED = ("patch-size", "softness")  # drawn from a file of results
 FIGURES = ("plans", "runtime", *SAVED, "attention")
 FORMATS = ("png", "svg", "pdf")
@@ -152,8 +150,8 @@ def _run_or_experiment(target: str, output: Path) -> tuple[Any, Path]:
     """Return the figure and its default path."""
     from espformer.lab.errors import ConfigError, nearest
     from espformer.lab.recipes.recipe import load_recipe, recipe_names
-    from espformer.lab.results.collect import collect
     from espformer.lab.results.figures import plot_experiment, plot_run
+    from espformer.lab.results.result_files import collect
 
     if (Path(target) / "config.yaml").is_file():
         return plot_run(Path(target)), Path(target) / "curves.png"

@@ -8,8 +8,6 @@ import typer
 from espformer.lab.cli.options import DataDirectory, whole_numbers
 from espformer.ops.common.optional import how_to_install
 
-__all__ = ["report"]
-
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Directories of runs on the same data.")],

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from espformer.lab.training.experiments import Job
     from espformer.lab.training.processes import Launch
 
-__all__ = ["do_and_report", "recipes", "reproduce"]
-
 
 def reproduce(
     experiment: RecipeName,
@@ -62,7 +60,7 @@ def reproduce(
     """
     from espformer.lab.cli.display import show_plan
     from espformer.lab.recipes.recipe import load_recipe
-    from espformer.lab.results.collect import beside_saved
+    from espformer.lab.results.result_files import beside_saved
     from espformer.lab.training.experiments import plan
 
     recipe = load_recipe(experiment)
@@ -95,7 +93,7 @@ def do_and_report(
     """
     from espformer.lab.machine import revision
     from espformer.lab.recipes.recipe import load_recipe
-    from espformer.lab.results.collect import write_report
+    from espformer.lab.results.result_files import write_report
     from espformer.lab.training.experiments import do_all
 
     # Runs use the code that is loaded now, whatever is committed while they train.

@@ -6,8 +6,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["results"]
-
 
 def results(
     files: Annotated[
@@ -36,7 +34,8 @@ def results(
     """
     from espformer.lab.errors import RunError
     from espformer.lab.files import refuse_directory, write_atomically
-    from espformer.lab.results.result_files import merge_files, results_page
+    from espformer.lab.results.page import results_page
+    from espformer.lab.results.result_files import merge_files
 
     if files and not check:
         for path in merge_files(files, directory):

@@ -16,8 +16,6 @@ from espformer.lab.cli.options import (
     Which,
 )
 
-__all__ = ["anneal", "evaluate", "harden", "train"]
-
 
 def train(
     recipe: RecipeName,

@@ -33,11 +33,6 @@ from torch.utils.data import Dataset
 if TYPE_CHECKING:
     from espformer.lab.data.vocabulary import Vocabulary
 
-__all__ = [
-    "Batch", "Task", "TensorSet", "check_fraction", "collate", "digest", "hold_out", "sizes",
-    "stratified",
-]  # fmt: skip
-
 # Different uses of one seed must not draw the same numbers. Draws come from
 # ``numpy.random.RandomState``, whose stream numpy keeps unchanged for ever.
 SUBSET, VALIDATION, TEST, POOL = range(4)

@@ -20,8 +20,6 @@ import numpy as np
 
 from espformer.lab.files import replacing
 
-__all__ = ["CacheWarning", "cache_key", "cached_array", "cached_bytes", "directory"]
-
 ENVIRONMENT = "ESPFORMER_CACHE"
 # Part of every key: raise it when the same inputs begin to give other contents.
 VERSION = 1

@@ -23,8 +23,6 @@ from espformer.lab.data.reading import read_images, read_labels, read_table
 from espformer.lab.data.text import check_sizes
 from espformer.lab.data.transforms import Normalise, RandomResizedCrop
 
-__all__ = ["SOURCE", "load"]
-
 SOURCE = source_of("cats_dogs")
 
 NORMALISATIONS = {

@@ -26,8 +26,6 @@ from espformer.lab.data.base import (
 )
 from espformer.lab.data.transforms import Normalise
 
-__all__ = ["load"]
-
 IMAGES, SIZE, LEVELS = 1797, 8, 16
 # Of the training images, divided by 16.
 MEAN, STD = 0.3052, 0.3762

@@ -20,18 +20,6 @@ from typing import Any
 
 from espformer.ops.common.optional import how_to_install
 
-__all__ = [
-    "DataError",
-    "DataMissing",
-    "Files",
-    "Hub",
-    "Source",
-    "find",
-    "require",
-    "sha256",
-    "source_of",
-]
-
 ENVIRONMENT = "ESPFORMER_DATA"
 MANIFEST = "SHA256SUMS"
 # The hub keeps a copy of every public set as parquet under this name, as config/split/0000.parquet.

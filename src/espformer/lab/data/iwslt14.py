@@ -11,9 +11,6 @@ from espformer.lab.data.base import Task
 from espformer.lab.data.files import DataError, find, source_of
 from espformer.lab.data.translation import read_pairs, translation_task
 
-__all__ = ["SOURCE", "load"]
-
-
 SOURCE = source_of("iwslt14")
 
 

@@ -16,8 +16,6 @@ import numpy as np
 
 from espformer.lab.data.files import MANIFEST, require, sha256
 
-__all__ = ["make_tiny"]
-
 Random = np.random.RandomState
 Array = np.ndarray[Any, np.dtype[Any]]
 

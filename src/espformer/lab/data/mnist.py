@@ -9,8 +9,6 @@ from espformer.lab.data.files import Files, find, source_of
 from espformer.lab.data.reading import read_images, read_labels, read_npz, read_table
 from espformer.lab.data.transforms import Normalise
 
-__all__ = ["SOURCE", "load"]
-
 SOURCE = source_of("mnist")
 
 MEAN, STD = 0.1307, 0.3081

@@ -15,8 +15,6 @@ from espformer.lab.data.files import DataError, Files, find, source_of
 from espformer.lab.data.reading import read_labels, read_npz
 from espformer.lab.data.transforms import PointCloudAugment, RotateScale
 
-__all__ = ["SOURCE", "load"]
-
 POINTS, CLASSES = 1024, 40
 # Coordinates are stored as multiples of 1/2048.
 STEPS = 2048

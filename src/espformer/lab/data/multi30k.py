@@ -6,8 +6,6 @@ from espformer.lab.data.base import Task
 from espformer.lab.data.files import find, source_of
 from espformer.lab.data.translation import read_pairs, translation_task
 
-__all__ = ["SOURCE", "load"]
-
 SOURCE = source_of("multi30k")
 
 

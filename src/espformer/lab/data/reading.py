@@ -18,8 +18,6 @@ from torch import Tensor
 from espformer.lab.data.cache import Array, cache_key, cached_array
 from espformer.lab.data.files import DataError, require
 
-__all__ = ["read_images", "read_labels", "read_npz", "read_table", "read_texts"]
-
 # Images decoded at a time: a few tens of MB.
 CHUNK = 256
 

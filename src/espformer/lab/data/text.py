@@ -7,8 +7,6 @@ from espformer.lab.data.base import Task, TensorSet, hold_out
 from espformer.lab.data.files import Files
 from espformer.lab.data.vocabulary import Ragged, Vocabulary, encode
 
-__all__ = ["Texts", "check_sizes", "text_task"]
-
 Texts = tuple[list[str], Tensor]
 """The texts of a split and their labels, (examples,)."""
 

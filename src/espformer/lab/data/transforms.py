@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Normalise", "PointCloudAugment", "RandomResizedCrop", "RotateScale"]
-
 
 def _as_float(images: Tensor, scale: float = 255.0) -> Tensor:
     return images if images.is_floating_point() else images.float() / scale

@@ -16,8 +16,6 @@ from espformer.lab.data.reading import read_table, read_texts
 from espformer.lab.data.text import check_sizes
 from espformer.lab.data.vocabulary import Ragged, Vocabulary, encode
 
-__all__ = ["PairSet", "read_pairs", "translation_task"]
-
 SOURCE, TARGET = "de", "en"
 
 # Widths of padded batches are multiples of this, for aligned rows. Sentences of a batch are of like

@@ -10,8 +10,6 @@ from espformer.lab.data.files import Files, find, source_of
 from espformer.lab.data.reading import read_labels, read_table, read_texts
 from espformer.lab.data.text import Texts, text_task
 
-__all__ = ["SOURCE", "load"]
-
 NAMES = ["negative", "neutral", "positive"]
 SOURCE = source_of("tweeteval")
 

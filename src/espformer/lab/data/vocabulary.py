@@ -21,8 +21,6 @@ from torch import Tensor
 from espformer.lab.data.cache import cache_key, cached_bytes
 from espformer.lab.data.files import DataError, require
 
-__all__ = ["Ragged", "Vocabulary", "encode"]
-
 # Texts encoded at a time.
 CHUNK = 8192
 

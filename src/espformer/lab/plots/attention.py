@@ -20,8 +20,6 @@ from espformer.lab.plots.style import (
     panel_title,
 )
 
-__all__ = ["attention_maps"]
-
 
 def attention_maps(plans: Sequence[NamedPlan], title: str, subtitle: str) -> Figure:
     """Return a row of panels for each plan, one panel for each of its heads.

@@ -11,17 +11,6 @@ from torch import Tensor
 
 from espformer.functional import esp_plan, sinkhorn_plan
 
-__all__ = [
-    "NamedPlan",
-    "SumErrors",
-    "esp_plans",
-    "example_clouds",
-    "fan_of_slices",
-    "short",
-    "sinkhorn_plans",
-    "sum_errors",
-]
-
 
 class NamedPlan(NamedTuple):
     """An attention matrix, (N, M), and what to call it."""

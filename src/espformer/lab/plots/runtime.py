@@ -14,8 +14,6 @@ from matplotlib.ticker import FuncFormatter
 
 from espformer.lab.plots.style import SERIES, figure_style, headline
 
-__all__ = ["Timing", "read_timings", "runtime"]
-
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _NEEDED = ("operator", "backend", "mode", "tokens", "milliseconds", "status")
 

@@ -13,8 +13,6 @@ from matplotlib.figure import Figure
 
 from espformer.lab.plots.style import SERIES, figure_style, headline
 
-__all__ = ["Score", "scores_by_setting"]
-
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 

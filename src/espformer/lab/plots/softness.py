@@ -14,8 +14,6 @@ from matplotlib.figure import Figure
 
 from espformer.lab.plots.style import MUTED, SERIES, figure_style, headline
 
-__all__ = ["SoftScore", "scores_by_softness"]
-
 
 class SoftScore(NamedTuple):
     """The score of a run of ESP, and how it sorted."""

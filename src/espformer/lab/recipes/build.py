@@ -10,14 +10,6 @@ from espformer.lab.recipes.yaml_schema import KeyPath, Origins, Spec, parse
 from espformer.models import CausalSoftmax, available_models, model_class
 from espformer.nn import MECHANISMS, Mechanism
 
-__all__ = [
-    "build_mechanism",
-    "check_arguments",
-    "check_data",
-    "check_model",
-    "has_sort_temperature",
-]
-
 # A decoder's own mechanism is part of the models.
 _MECHANISMS: dict[str, type[Mechanism]] = {**MECHANISMS, "causal_softmax": CausalSoftmax}
 

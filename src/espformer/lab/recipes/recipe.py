@@ -18,8 +18,6 @@ from espformer.lab.recipes.build import (
 from espformer.lab.recipes.schema import FinetuneRun, Grid, Run, TimingRun, TrainingRun
 from espformer.lab.recipes.yaml_schema import Origins, Spec, parse, read_text, read_yaml, set_path
 
-__all__ = ["Recipe", "load_recipe", "recipe_names", "run_from_plain"]
-
 _KINDS: dict[str, type[Run]] = {
     "classification": TrainingRun,
     "translation": TrainingRun,

@@ -11,21 +11,6 @@ from typing import Any, ClassVar, Literal
 from espformer.lab.recipes.yaml_schema import Spec
 from espformer.nn.parameters import MECHANISM_RATE
 
-__all__ = [
-    "Annealing",
-    "Data",
-    "FinetuneRun",
-    "Grid",
-    "Optimizer",
-    "Run",
-    "Schedule",
-    "Start",
-    "StraightThrough",
-    "TimingRun",
-    "Trainer",
-    "TrainingRun",
-]
-
 
 class _Mistake(ValueError):
     """Something wrong in a description, and the keys that lead to it."""

@@ -5,6 +5,7 @@ and with where it was written: a line of a file, or the command line.
 """
 
 import dataclasses
+import functools
 import re
 import types
 from collections.abc import Mapping
@@ -16,13 +17,12 @@ import yaml
 
 from espformer.lab.errors import ConfigError, nearest
 
-__all__ = ["Origins", "Spec", "parse", "plain", "read_text", "read_yaml", "set_path"]
-
 T = TypeVar("T")
 KeyPath = tuple[str, ...]
 
 
-class _Loader(yaml.SafeLoader):
+# The parser in C reads ten times as fast; not every build of PyYAML has it.
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """YAML 1.2 scalars: `1e-3` is a number, and `no`, `on` and `off` are words."""
 
 
@@ -90,9 +90,10 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Origins]:
         raise ConfigError(f"{path}: is not a text file") from None
     origins = Origins(str(path))
     try:
-        node = yaml.compose(text, _Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
         _locate(node, (), origins)
-        value = yaml.load(text, _Loader)
+        value = None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
@@ -218,7 +219,7 @@ def _parse_dataclass(kind: Any, raw: Any, origins: Origins, path: KeyPath) -> An
     if isinstance(raw, kind):
         return raw
     _expect(isinstance(raw, dict), "keys and values", raw, origins, path)
-    hints = get_type_hints(kind)
+    hints = _annotations(kind)
     fields = {f.name: f for f in dataclasses.fields(kind)}
     for key in raw:
         if key not in fields:
@@ -234,6 +235,9 @@ def _parse_dataclass(kind: Any, raw: Any, origins: Origins, path: KeyPath) -> An
         return kind(**values)
     except ValueError as error:
         raise origins.error((*path, *getattr(error, "path", ())), str(error)) from None
+
+
+_annotations = functools.cache(get_type_hints)  # recipes are parsed once for each of their runs
 
 
 def plain(value: Any) -> Any:

@@ -16,8 +16,6 @@ from espformer.lab.errors import RunError
 from espformer.lab.report.inspection import Example, Frame, Trained, sum_errors
 from espformer.lab.report.summary import name_of, short
 
-__all__ = ["SWEEP", "attention_content", "describe_temperature", "softness_content"]
-
 # Sort temperatures of the slider, softest first; the trained one is put among them.
 SWEEP = tuple(10 ** (-half / 2) for half in range(11))
 # Larger matrices are shown as means of blocks, and more heads than these are left out.

@@ -24,8 +24,6 @@ from espformer.lab.training.posttrain import open_checkpoint
 from espformer.lab.training.run_directory import read_curves, read_results
 from espformer.nn import get_sort_temperatures, harden, set_sort_temperature, soften
 
-__all__ = ["Example", "Frame", "Trained", "open_run", "sum_errors"]
-
 # Enough examples for a figure of a page; a table of a paper asks for all of them.
 SCORED = 512
 # A page is not waited for much longer than this: slow models are scored on fewer examples.

@@ -16,8 +16,6 @@ from espformer.lab.report.content import attention_content, softness_content
 from espformer.lab.report.inspection import Trained
 from espformer.lab.report.summary import Summary, summarise
 
-__all__ = ["make_page", "write_page"]
-
 # Colours that can be told apart.
 MOST_RUNS = 8
 _COUNTS = ("", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight")

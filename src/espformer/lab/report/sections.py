@@ -12,8 +12,6 @@ from espformer.lab.report import svg
 from espformer.lab.report.inspection import Trained
 from espformer.lab.report.summary import Summary, cells, name_of, short
 
-__all__ = ["conditions", "curves", "legend", "plans", "slices", "table"]
-
 _HEADS = {
     "attention": "Attention",
     "soft": "Soft",

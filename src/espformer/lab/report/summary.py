@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from espformer.lab.report.inspection import Trained, sum_errors
 
-__all__ = ["COLUMNS", "NAMES", "Summary", "cells", "name_of", "short", "summarise"]
-
 COLUMNS = (
     "attention", "soft", "sharp", "hard", "rows off", "columns off", "parameters", "ms/step",
 )  # fmt: skip

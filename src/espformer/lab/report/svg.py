@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Series", "bar_chart", "line_chart", "log_ticks", "plan_panel", "ticks"]
-
 WIDTH, HEIGHT = 440, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 14, 12, 34
 

@@ -17,25 +17,6 @@ from typing import Any, Literal, NamedTuple
 from espformer.lab.recipes.recipe import Recipe
 from espformer.lab.recipes.yaml_schema import read_yaml
 
-__all__ = [
-    "CLAIMS",
-    "HARMLESS",
-    "SCORES",
-    "SIGNS",
-    "Claim",
-    "Comparison",
-    "Verdict",
-    "anchor",
-    "claim_sentences",
-    "claims_table",
-    "compare",
-    "compared",
-    "gap_in_words",
-    "grid",
-    "signed",
-    "verdict",
-]
-
 Result = dict[str, Any]
 
 # A loss of accuracy, or of BLEU, that nobody would notice.

@@ -17,8 +17,6 @@ from espformer.lab.results.result_tables import in_order
 from espformer.lab.training.run_directory import read_curves
 from espformer.ops.common.optional import how_to_install
 
-__all__ = ["FIGURES", "draw_beside", "plot_experiment", "plot_run"]
-
 Result = dict[str, Any]
 
 _CURVES = (

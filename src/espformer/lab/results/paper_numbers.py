@@ -6,8 +6,6 @@ from typing import Any, Literal
 
 from espformer.lab.recipes.yaml_schema import read_yaml
 
-__all__ = ["DIFFERENCES", "TABLES", "Differences", "Number", "Table"]
-
 
 @dataclass(frozen=True)
 class Number:

@@ -12,8 +12,6 @@ from espformer.lab.results.claims import SCORES, claim_sentences, grid
 from espformer.lab.results.paper_numbers import DIFFERENCES, TABLES, Differences, Number, Table
 from espformer.lab.training.run_directory import changes
 
-__all__ = ["in_order", "markdown", "summarise"]
-
 Result = dict[str, Any]
 
 _WAYS = {"spread": ("best", "median", "mean", "worst"), "median": ("median", "mean ± std")}

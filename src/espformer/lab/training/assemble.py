@@ -19,8 +19,6 @@ from espformer.lab.training.batches import Loader, SeededBatches, make_loader
 from espformer.lab.training.learner import Classifier, Learner
 from espformer.models import build_model, model_class
 
-__all__ = ["TaskData", "load_task", "load_weights", "make_learner", "make_model"]
-
 
 def load_task(run: TrainingRun) -> Task:
     """Load the data of a run; its seed also decides which part of a set is used."""

@@ -6,18 +6,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from espformer import esp_plan
+from espformer.lab.training.learner import Learner
 from espformer.nn import ESP
-
-__all__ = [
-    "Call",
-    "attention_statistics",
-    "recorded_calls",
-    "slice_statistics",
-    "slice_weights",
-]
 
 Call = tuple[str, ESP, tuple[Any, ...]]
 """Name of a mechanism, the mechanism, and the queries, keys and masks that it was called with."""
@@ -149,3 +143,46 @@ def _deviation(points: Tensor, mask: Tensor | None) -> Tensor:
     weight = weight / weight.sum(-2, keepdim=True).clamp(min=1)
     mean = (weight * points.nan_to_num()).sum(-2, keepdim=True)
     return (weight * (points - mean).nan_to_num().square()).sum(-2).sqrt()
+
+
+class AttentionStatistics(Callback):
+    """Logs how the attention is after epochs with a validation, on a few fixed examples of it.
+
+    :func:`attention_statistics` each time, and after the last epoch :func:`slice_statistics` too.
+    """
+
+    examples = 4
+
+    def __init__(self) -> None:
+        self._batch: dict[str, Tensor] | None = None
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, Learner)
+        model: Any = pl_module.model
+        loader: Any = trainer.val_dataloaders
+        done, every = trainer.current_epoch + 1, trainer.check_val_every_n_epoch or 1
+        last = done == trainer.max_epochs
+        if (
+            loader is None
+            or not hasattr(model, "attention_matrices")
+            or not (last or done % every == 0)
+        ):
+            return
+        if self._batch is None:
+            batch = next(iter(loader))
+            few = {
+                name: value[: self.examples]
+                for name, value in batch.items()
+                if name in ("inputs", "mask") and value is not None
+            }
+            self._batch = few if "inputs" in few else None
+        if self._batch is None:
+            return
+        batch = {name: value.to(pl_module.device) for name, value in self._batch.items()}
+        with torch.no_grad(), trainer.precision_plugin.forward_context():
+            inputs = pl_module.prepare(batch["inputs"], training=False)
+            with recorded_calls(model) as calls:
+                matrices = model.attention_matrices(inputs, batch.get("mask"))
+            found = attention_statistics(matrices) | (slice_statistics(calls) if last else {})
+        for name, value in found.items():
+            pl_module.log(f"attention/{name}", value, rank_zero_only=True)

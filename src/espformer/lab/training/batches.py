@@ -14,8 +14,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from espformer.lab.data import Batch, TensorSet
 from espformer.lab.errors import RunError
 
-__all__ = ["Loader", "ResumableLoader", "SeededBatches", "TensorLoader", "make_loader", "mix_seed"]
-
 
 def mix_seed(*numbers: int) -> int:
     """Return one seed out of several numbers: near inputs give unrelated seeds.

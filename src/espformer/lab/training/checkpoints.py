@@ -15,12 +15,6 @@ from espformer.lab.errors import RunError
 from espformer.lab.files import check_directory, replacing
 from espformer.lab.training.learner import MARK, Learner
 
-__all__ = [
-    "AtomicCheckpointIO",
-    "Checkpoints",
-    "read_checkpoint",
-]
-
 
 def read_checkpoint(path: Path, *, device: str = "cpu") -> dict[str, Any]:
     """Return a checkpoint of this library; anything else is refused with the reason.

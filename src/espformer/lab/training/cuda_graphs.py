@@ -23,8 +23,6 @@ from espformer.lab.errors import RunError
 from espformer.lab.recipes.schema import TrainingRun
 from espformer.lab.training.learner import Classifier
 
-__all__ = ["GraphedClassifier", "Rates", "Recorder", "StepGraphs", "check_possible", "settings"]
-
 Batch = dict[str, Tensor]
 
 # Steps of each shape before it is recorded: kernels compile, workspaces and states are made.

@@ -15,8 +15,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from espformer.lab.clock import Stopwatch
 
-__all__ = ["ENVIRONMENT", "Event", "Listener", "ReportProgress", "last_event", "listener"]
-
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
 

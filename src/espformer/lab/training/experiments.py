@@ -39,8 +39,6 @@ from espformer.lab.training.processes import Launch, Process
 from espformer.lab.training.run_directory import check_same, read_results, run_directory
 from espformer.lab.training.trainer import start_run
 
-__all__ = ["Job", "do_all", "plan", "rough_work", "seed_by_seed"]
-
 # Overrides that also hold for the runs that an experiment starts from; how long those train is
 # another matter, for `start.overrides`.
 _SHARED = ("data.", "model.", "trainer.")

@@ -50,18 +50,6 @@ from espformer.lab.training.pretrained import (
 )
 from espformer.nn import anneal, get_sort_temperatures
 
-__all__ = [
-    "AnnealByStep",
-    "Experiment",
-    "FinetuneLearner",
-    "calibration_batches",
-    "fit_shared_head",
-    "head_file",
-    "make_experiment",
-    "read_attentions",
-    "warm_up_and_decay",
-]
-
 TASKS = ("tweeteval", "imdb")
 # Tokens kept of a text: no tweet is longer, and two of three reviews are shorter.
 MAX_LENGTH = {"tweeteval": 128, "imdb": 256}

@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 
 from espformer.lab.training.checkpoints import read_checkpoint
 
-__all__ = ["ShardedStrategy", "shard"]
-
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     """Share out the weights of each block, and then what is left of the model."""

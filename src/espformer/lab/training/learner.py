@@ -16,8 +16,6 @@ from espformer.lab.training.batches import mix_seed
 from espformer.lab.training.events import ReportProgress
 from espformer.lab.training.optimizers import make_optimizer, make_schedule
 
-__all__ = ["LOG_EVERY", "MARK", "Classifier", "EpochMeans", "Learner", "at_least_float32"]
-
 LOG_EVERY = 50
 """Steps from one logged loss to the next."""
 

@@ -10,8 +10,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from espformer.lab.recipes.schema import Optimizer, Schedule
 from espformer.nn import parameter_groups
 
-__all__ = ["learning_rate_factor", "make_optimizer", "make_schedule"]
-
 
 def make_optimizer(
     model: nn.Module, config: Optimizer, *, allow_fused: bool = True

@@ -26,8 +26,6 @@ from espformer.lab.training.trainer import execute, make_trainer, score_percent
 from espformer.nn import ESP, set_sort_temperature
 from espformer.nn import harden as harden_model
 
-__all__ = ["anneal", "evaluate", "harden", "open_checkpoint"]
-
 CHECKPOINTS = ("last", "best", "hard")
 _SOFT = "take a soft checkpoint, such as --checkpoint last"
 

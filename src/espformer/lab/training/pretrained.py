@@ -25,19 +25,6 @@ from espformer.lab.training.checkpoints import read_checkpoint
 from espformer.lab.training.events import SILENCE_SECONDS
 from espformer.lab.training.learner import MARK
 
-__all__ = [
-    "PooledClassifier",
-    "fit_head",
-    "head_for",
-    "load_classifier",
-    "load_encoder",
-    "load_texts",
-    "load_tokenizer",
-    "make_classifier",
-    "pooled_features",
-    "weights_info",
-]
-
 # Weight of ½‖W‖² beside the mean cross-entropy of standardised features.
 HEAD_PENALTY = 1e-3
 SOURCES: dict[str, tuple[Source, list[str]]] = {

@@ -20,8 +20,6 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Launch", "Process", "by_command", "forked", "prepare_fork", "suited"]
-
 # What a run imports, sooner or later.
 _PRELOAD = (
     "typer",

@@ -13,18 +13,6 @@ from espformer.lab.errors import RunError
 from espformer.lab.recipes.schema import Run
 from espformer.lab.recipes.yaml_schema import plain
 
-__all__ = [
-    "changes",
-    "check_same",
-    "differences",
-    "identity",
-    "is_begun",
-    "is_first_process",
-    "read_curves",
-    "read_results",
-    "run_directory",
-]
-
 # Where descriptions hold the arguments that were given, and no others.
 _GIVEN = (("mechanism",), ("model",), ("data", "set"))
 # What runs had that do not say it. Then:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from espformer.lab.clock import interleaved_seconds, seconds_per_call
+from espformer.lab.clock import Stopwatch, interleaved_seconds, seconds_per_call
 from espformer.lab.data import Task
 from espformer.lab.errors import RunError, UserError
 from espformer.lab.machine import device_name
@@ -25,10 +26,8 @@ from espformer.lab.training.learner import Classifier, Learner
 from espformer.lab.training.optimizers import make_optimizer
 from espformer.nn import Attention
 
-__all__ = ["Estimate", "Estimator", "compare_with_softmax", "throughput_line", "time_mechanism"]
-
 ROUNDS = 5
-_SECONDS_OF_A_ROUND = 0.2
+SECONDS_OF_A_ROUND = 0.2
 # A forward without its backward, as a part of a training step.
 _EVALUATION = 1 / 3
 _PATIENCE_SECONDS = 0.5
@@ -82,6 +81,49 @@ def _device(accelerator: str) -> torch.device:
     return torch.device("cuda" if on_gpu else "cpu")
 
 
+class Throughput(Callback):
+    """Counts examples per second of training, over all devices, from the second step on.
+
+    Waiting for data is part of it; validation is not.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.seconds = 0.0
+        self._steps = 0
+        self._in_epoch = 0
+        self._watch = Stopwatch()
+
+    @property
+    def samples_per_second(self) -> float | None:
+        return self.samples / self.seconds if self.seconds > 0 else None
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._restart(pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._steps += 1
+        if self._steps == 1:
+            self._restart(pl_module)  # the first step also compiles and allocates
+            return
+        some = batch["labels"] if "labels" in batch else batch["source"]
+        self._in_epoch += len(some) * trainer.world_size
+        if trainer.is_last_batch and self._in_epoch:
+            seconds = self._watch.seconds
+            self.seconds += seconds
+            self.samples += self._in_epoch
+            pl_module.log(
+                "samples_per_second", self._in_epoch / seconds,
+                on_step=False, on_epoch=True, rank_zero_only=True,
+            )  # fmt: skip
+
+    def _restart(self, pl_module: LightningModule) -> None:
+        self._in_epoch = 0
+        self._watch.restart(pl_module.device)
+
+
 def compare_with_softmax(run: TrainingRun, task: Task, device: torch.device) -> dict[str, Any]:
     """Count examples per second of training steps, with the run's mechanism and with softmax.
 
@@ -100,7 +142,7 @@ def compare_with_softmax(run: TrainingRun, task: Task, device: torch.device) -> 
     for step in steps:
         for _ in range(cuda_graphs.WARM_UP + 2):
             step()
-        counts.append(max(1, int(_SECONDS_OF_A_ROUND / seconds_per_call(step, device))))
+        counts.append(max(1, int(SECONDS_OF_A_ROUND / seconds_per_call(step, device))))
     times = interleaved_seconds(steps, ROUNDS, device=device, warm_up=0, counts=counts)
     size = run.data.batch_size
     own, softmax = (size / seconds for seconds in times)

@@ -30,13 +30,9 @@ from espformer.lab.recipes.schema import FinetuneRun, Run, Schedule, TimingRun, 
 from espformer.lab.recipes.schema import Trainer as TrainerConfig
 from espformer.lab.recipes.yaml_schema import plain
 from espformer.lab.training import cuda_graphs
+from espformer.lab.training.annealing import AnnealTemperature, StraightThroughShare
 from espformer.lab.training.assemble import TaskData, load_task, load_weights, make_learner
-from espformer.lab.training.callbacks import (
-    AnnealTemperature,
-    AttentionStatistics,
-    StraightThroughShare,
-    Throughput,
-)
+from espformer.lab.training.attention import AttentionStatistics
 from espformer.lab.training.checkpoints import AtomicCheckpointIO, Checkpoints, read_checkpoint
 from espformer.lab.training.events import Listener, ReportProgress, listener
 from espformer.lab.training.learner import LOG_EVERY, MARK, Learner
@@ -49,10 +45,13 @@ from espformer.lab.training.run_directory import (
     read_results,
     run_directory,
 )
-from espformer.lab.training.timing import compare_with_softmax, throughput_line, time_mechanism
+from espformer.lab.training.timing import (
+    Throughput,
+    compare_with_softmax,
+    throughput_line,
+    time_mechanism,
+)
 from espformer.nn import ESP, harden, soften
-
-__all__ = ["described", "execute", "make_trainer", "score_percent"]
 
 T = TypeVar("T")
 

@@ -15,8 +15,6 @@ from espformer.lab.recipes.schema import TrainingRun
 from espformer.lab.training.batches import SeededBatches
 from espformer.lab.training.learner import Learner, at_least_float32
 
-__all__ = ["Translator", "corpus_bleu"]
-
 DECODE_EVERY = 5
 """Epochs between validations that search for translations, unless a run says another number."""
 

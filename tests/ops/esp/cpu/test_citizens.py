@@ -1,9 +1,6 @@
 """The compiled kernels as torch and the machine see them: operators, threads, the cache on disk."""
 
 import logging
-import os
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -21,6 +18,7 @@ from espformer.functional.esp import pick_backend
 from espformer.ops.esp import cpu, linear
 from espformer.ops.esp.cpu import compiling, operators, threads
 from tests.compare import differentiate, tokens
+from tests.processes import run_beside_torch
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
@@ -115,17 +113,8 @@ def test_shares_cover_everything_once(heads, slices, count, monkeypatch):
         assert parts == list(range(len(parts)))
 
 
-def run(code: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True, text=True, env=os.environ | environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
-
-
 def test_without_numba_the_torch_operator_is_used():
-    run(
+    done = run_beside_torch(
         """
         import sys
         sys.modules["numba"] = sys.modules["llvmlite"] = None
@@ -141,6 +130,7 @@ def test_without_numba_the_torch_operator_is_used():
             raise AssertionError
         """
     )
+    assert done.returncode == 0, done.stderr
 
 
 def test_other_devices_are_refused():
