@@ -13,12 +13,16 @@ from torch import Tensor
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
+_NOTHING, _CPU = nullcontext(), torch.device("cpu")
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Operators choose their dtypes themselves, forwards and backwards."""
-    known = torch.amp.is_autocast_available(device.type)  # not for "meta"
-    if known and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    kind = device.type
+    known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)  # not for "meta"
+    if known and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return _NOTHING
 
 
 class _Refusal(torch.autograd.Function):
@@ -50,11 +54,12 @@ def refuse_double_backward(name: str, instead: str = "dense") -> Callable[[Backw
         @wraps(backward)
         def wrapped(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
             devices = (x.device for x in grads if x is not None)
-            device = next(devices, torch.device("cpu"))  # all may be undefined
+            device = next(devices, _CPU)  # all may be undefined
+            if not torch.is_grad_enabled():  # as most often
+                with without_autocast(device):
+                    return backward(ctx, *grads)
             with torch.no_grad(), without_autocast(device):
                 results = backward(ctx, *grads)
-            if not torch.is_grad_enabled():
-                return results  # saved tensors may be looked at once only: they are recomputed
             # With create_graph=True the gradients look like constants: tie them to what they
             # depend on, so that nobody takes a second derivative for zero.
             causes = [x for x in (*ctx.saved_tensors, *grads) if x is not None and x.requires_grad]

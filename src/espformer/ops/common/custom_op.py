@@ -18,11 +18,11 @@ def _launchable(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def launch(*args: Any) -> Any:
-        args = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)
-        device = next(x.device for x in args if isinstance(x, Tensor))
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
+        args = tuple([x.contiguous() if isinstance(x, Tensor) else x for x in args])
+        first = next(x for x in args if isinstance(x, Tensor))
+        if not first.is_cuda or first.device.index == torch.cuda.current_device():
             return function(*args)
-        with torch.cuda.device(device):
+        with torch.cuda.device(first.device):
             return function(*args)
 
     return launch
@@ -67,9 +67,13 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         tensors = [x for x in args if isinstance(x, Tensor)]
-        if torch.compiler.is_compiling() or any(type(x) not in PLAIN for x in tensors):
+        plain, wanted = True, False
+        for x in tensors:
+            plain = plain and type(x) in PLAIN
+            wanted = wanted or x.requires_grad
+        if torch.compiler.is_compiling() or not plain:
             return self.custom(*args)
-        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        wanted = wanted and torch.is_grad_enabled()
         if forward_ad._current_level >= 0:  # which autograd functions refuse, in torch's words
             wanted = wanted or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
         if wanted and self.with_gradient is not None:

@@ -32,6 +32,8 @@ class Share(NamedTuple):
 def shares(heads: int, slices: int, work: int) -> list[Share]:
     """One for each thread, or several if heads are few; `work` counts multiplications."""
     threads = min(torch.get_num_threads(), max(1, work // WORTH_A_THREAD))
+    if threads == 1:
+        return [Share(0, heads, 0, slices, 0)]
     if heads >= threads:
         bounds = _bounds(heads, threads)
         return [Share(h0, h1, 0, slices, 0) for h0, h1 in bounds]
@@ -75,6 +77,10 @@ _pool = _Pool()
 
 def run(kernel: Callable[..., Any], work: list[Share], arguments: Callable[[int], tuple]) -> None:
     """``kernel(h0, h1, l0, l1, *arguments(i))`` for every share i of the work."""
+
+    if len(work) == 1:
+        kernel(*work[0][:4], *arguments(0))
+        return
 
     def one(index: int) -> None:
         kernel(*work[index][:4], *arguments(index))
