@@ -29,7 +29,7 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
     query_points, key_points = (
         _far_apart(x, inv_bandwidth)
         if side == problem.identity_side
-        else problem.in_units(x, None if mask is None else mask.unsqueeze(1))
+        else problem.in_units(x.contiguous(), None if mask is None else mask.unsqueeze(1))
         for side, x, mask in zip(("query", "key"), problem.projections(), masks, strict=True)
     )
     if options.hard:  # no gradient reaches the numbers that are sorted

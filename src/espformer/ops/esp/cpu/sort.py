@@ -16,7 +16,7 @@ from numba.core.extending import intrinsic
 
 from espformer.ops.esp.cpu.compiling import part, relaxed, stand_alone
 
-FEW = 72  # numbers whose ranks are counted
+FEW = 20  # numbers whose ranks are counted
 MOVES = 8  # of numbers in buckets, on average, until their bits are looked at
 
 
@@ -95,9 +95,9 @@ def _share_out(x, n, lowest, width, keys, counts):  # type: ignore[no-untyped-de
     False if there are no such buckets.
     """
     stand_alone()
-    bits, passes = (9, 1) if n <= 256 else (11, 1) if n <= 1024 else (8, 2)  # most are alone then
-    if n > 1 << 14:
-        passes = 3
+    # So many that most numbers are alone in theirs.
+    bits = 7 if n <= 80 else 9 if n <= 256 else 11 if n <= 1024 else 8
+    passes = 1 if n <= 1024 else 2 if n <= 1 << 14 else 3
     scale = 0.0
     if width > 0:
         scale = ((1 << (bits * passes)) - 1) / width
