@@ -27,6 +27,7 @@ from espformer.ops.esp.cpu.numbers import (
     sort_or_rank,
     sort_or_rank_gradient,
 )
+from espformer.ops.esp.cpu.operators import _array
 from espformer.ops.esp.cpu.threads import run, shares
 from espformer.ops.esp.cpu.workspace import DIGITS
 
@@ -60,8 +61,8 @@ def mix_numbers(
     heads, tokens = numbers.shape
     limits, no_mask, constant = _constants(numbers.dtype)
     out, kept = torch.empty_like(numbers), numbers.new_empty(_kept(numbers, ranks))
-    x, found, saved = numbers.numpy(), out.numpy(), kept.numpy()
-    temperatures = constant if temperature is None else temperature.numpy()
+    x, found, saved = _array(numbers), out.numpy(), kept.numpy()
+    temperatures = constant if temperature is None else _array(temperature)
     masked = no_mask if mask is None else mask.numpy()
 
     def arguments(_: int) -> tuple[Any, ...]:
@@ -93,12 +94,12 @@ def mix_numbers_backward(
     heads, tokens = upstream.shape
     limits, _, constant = _constants(upstream.dtype)
     found = [torch.empty_like(upstream)]
-    g, saved = upstream.numpy(), kept.numpy()
+    g, saved = _array(upstream), kept.numpy()
     if temperature is None:
         temperatures, d_temperatures = constant, np.empty(heads, g.dtype)
     else:
         found.append(torch.empty_like(temperature))
-        temperatures, d_temperatures = temperature.numpy(), found[1].numpy()
+        temperatures, d_temperatures = _array(temperature), found[1].numpy()
     d_numbers = found[0].numpy()
 
     def arguments(_: int) -> tuple[Any, ...]:
