@@ -303,7 +303,7 @@ def sort_or_rank_gradient(
     size = upstream.shape[1]
     for head in range(h0, h1):
         own, tokens, points = kept[head], as_integers[head, ORDER], kept[head, POINTS]
-        n, shape = tokens[size], points[size:]
+        n, shape = np.int64(tokens[size]), points[size:]  # as in the forward: one type to compile
         d_temperatures[head] = 0
         if n < size:
             clear(d_numbers[head], size)
