@@ -89,7 +89,9 @@ def soft_sort(
         "soft_sort", x, dim, descending, temperature=temperature, unit=unit, metric=metric,
         balance=balance, mask=mask, hard=hard, straight_through=straight_through, backend=backend,
     )  # fmt: skip
-    values = x if values is None else values
+    if values is None:
+        numbers = sort.sort_numbers()
+        return sort.unflatten(-numbers if descending else numbers, torch.Size()).to(x.dtype)
     rows, trailing = sort.flatten("values", values)
     return sort.unflatten(sort.sort(rows), trailing).to(values.dtype)
 

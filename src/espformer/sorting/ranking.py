@@ -45,31 +45,18 @@ def soft_rank(
         tensor([2.5000, 1.0000, 2.5000, 4.0000])
     """
     sort = prepare("soft_rank", x, dim, descending, **options)
-    return sort.unflatten(ranks(sort).unsqueeze(-1), torch.Size())
+    return sort.unflatten(ranks(sort), torch.Size())
 
 
 def ranks(sort: SoftSort) -> Tensor:
     """:func:`soft_rank` of rows: (batch, N)."""
     share = float(sort.options.straight_through)
     if share and not sort.options.hard:
-        soft = _ranks(sort.with_options(straight_through=False))
+        soft = sort.with_options(straight_through=False).expected_ranks()
         with torch.no_grad():
-            hard = _ranks(sort.with_options(hard=True))
+            hard = sort.with_options(hard=True).expected_ranks()
         return pass_through(soft, hard, share)
-    return _ranks(sort)
-
-
-def _ranks(sort: SoftSort) -> Tensor:
-    lengths = sort.lengths
-    middle, scale = (lengths + 1) / 2, lengths.clamp(min=1)
-    # Ranks are centred and scaled to [-1/2, 1/2], which avoids cancellation in the sums.
-    numbered = (sort.positions + 1 - middle) / scale
-    columns = torch.stack([numbered, torch.ones_like(numbered)], -1)
-    moment, mass = sort.with_options(ties="average").unsort(columns).unbind(-1)
-    if sort.mask is None:
-        return middle + scale * moment / mass
-    expected = middle + scale * moment / mass.masked_fill(~sort.mask, 1)
-    return expected.masked_fill(~sort.mask, 0)
+    return sort.expected_ranks()
 
 
 def spearman(x: Tensor, y: Tensor, *, dim: int = -1, **options: Unpack[SortOptions]) -> Tensor:

@@ -42,7 +42,7 @@ class SortOptions(TypedDict, total=False):
     backend: str
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SoftSort:
     """Rows of numbers, prepared to sort values by them with A, (batch, N ranks, N tokens)."""
 
@@ -90,6 +90,28 @@ class SoftSort:
         """``Aᵀ Y``: rows of ranks (batch, N, d) to rows of tokens; padding is zero."""
         return self._mix(rows, back=True)
 
+    def sort_numbers(self) -> Tensor:
+        """``A x``: the numbers themselves, softly sorted, (batch, N)."""
+        found = self._mix_numbers(ranks=False)
+        return self.sort(self.numbers.unsqueeze(-1)).squeeze(-1) if found is None else found
+
+    def expected_ranks(self) -> Tensor:
+        """``Σ_n n A[n, i] / Σ_n A[n, i]``, counted from one, (batch, N); of padding zero."""
+        self._check_ranks()
+        found = self._mix_numbers(ranks=True)
+        if found is not None:
+            return found
+        lengths = self.lengths
+        middle, scale = (lengths + 1) / 2, lengths.clamp(min=1)
+        # Of ranks around zero sums do not cancel, and near one they leave no precision unused.
+        numbered = (self.positions + 1 - middle) / scale
+        columns = torch.stack([numbered, torch.ones_like(numbered)], -1)
+        moment, mass = self.with_options(ties="average").unsort(columns).unbind(-1)
+        if self.mask is None:
+            return middle + scale * moment / mass
+        expected = middle + scale * moment / mass.masked_fill(~self.mask, 1)
+        return expected.masked_fill(~self.mask, 0)
+
     def with_options(self, **changes: Any) -> SoftSort:
         """The same numbers with other options."""
         return replace(self, options=replace(self.options, **changes))
@@ -107,6 +129,20 @@ class SoftSort:
                 self.options,
                 lambda o: kernels.mix(self.numbers, rows, self.mask, o, self.unit, back=back),
             )
+
+    def _mix_numbers(self, *, ranks: bool) -> Tensor | None:
+        """By kernels for numbers alone; None where there are none for these options."""
+        options = self.options
+        if options.straight_through:
+            return None
+        with without_autocast(self.numbers.device):
+            kernels = pick_backend(self.name, self.backend, self.numbers)
+            if not hasattr(kernels, "mix_numbers") or not kernels.takes_numbers(options):
+                return None
+            found: Tensor = kernels.mix_numbers(
+                self.numbers, self.mask, options, self.unit, ranks=ranks
+            )
+        return found
 
     def _attend(self, rows: Tensor, identity_side: str) -> Tensor:
         """The sort as attention between numbers and ranks, for backends without `mix`."""
@@ -167,7 +203,8 @@ class SoftSort:
 
     def unflatten(self, rows: Tensor, trailing: torch.Size) -> Tensor:
         """Undo `flatten`: values in their original shape."""
-        rows = rows.reshape(*self.lead, self.count, *trailing)
+        shape = (*self.lead, self.count, *trailing)
+        rows = rows if rows.shape == shape else rows.reshape(shape)
         return _moved(rows, len(self.lead), self.dim)
 
 
@@ -188,38 +225,44 @@ def prepare(
 ) -> SoftSort:
     """Check the arguments of a soft sort and bring them to rows: a :class:`SoftSort`."""
     one_of(name, "unit", unit, UNITS)
-    chosen = name, metric, balance, hard, straight_through
+    one = 1.0 if isinstance(temperature, Tensor) else temperature
+    chosen = name, one, metric, balance, hard, straight_through
     try:  # a compiler traces the function itself, not its cache
         options = (_options if torch.compiler.is_compiling() else _known_options)(*chosen)
     except TypeError:  # a value that cannot be hashed is never valid: raise the usual error
         options = _options(*chosen)
-    wrong = OPTIONS["sort_temperature"].metadata["check"](temperature)
-    if wrong is not None:
-        raise ValueError(f"{name}: temperature {wrong}")
     dim = _check_numbers(name, x, dim)
     mask = _check_mask(name, x, mask)
 
     rows = _moved(x, dim, x.dim() - 1)
     lead, dtype = rows.shape[:-1], torch.float64 if x.dtype == torch.float64 else torch.float32
-    t = flat_temperature(
-        name, "temperature", temperature, x.device, dtype, lead,
-        "its shape is that of x without the dimension that is sorted",
-    )  # fmt: skip
-    rows = rows.reshape(-1, x.shape[dim]).to(dtype)
+    if isinstance(temperature, Tensor):
+        t = flat_temperature(
+            name, "temperature", temperature, x.device, dtype, lead,
+            "its shape is that of x without the dimension that is sorted",
+        )  # fmt: skip
+        options = replace(options, sort_temperature=t)
+    if rows.dim() != 2:  # autograd would go through a view of the same shape, too
+        rows = rows.reshape(-1, x.shape[dim])
+    rows = rows.to(dtype)
     if mask is not None:
         mask = _moved(mask, dim, mask.dim() - 1).reshape(rows.shape)
         rows = rows.masked_fill(~mask, 0)
-    options = replace(options, sort_temperature=t)
     return SoftSort(name, -rows if descending else rows, mask, lead, dim, options, unit, backend)
 
 
 def _options(
-    name: str, metric: str, balance: str, hard: bool, straight_through: bool | float
-) -> ESPOptions:
-    """Options of a soft sort, checked, without a temperature."""
+    name: str, temperature: float, metric: str, balance: str, hard: bool,
+    straight_through: bool | float,
+) -> ESPOptions:  # fmt: skip
+    """Options of a soft sort, checked."""
+    wrong = OPTIONS["sort_temperature"].metadata["check"](temperature)
+    if wrong is not None:
+        raise ValueError(f"{name}: temperature {wrong}")
     options = ESPOptions(
-        temperature_unit="absolute", metric=metric, balance=balance, hard=hard, scale=1.0,
-        straight_through=straight_through, inverse_temperature=0.0, coupling="identity",
+        sort_temperature=float(temperature), temperature_unit="absolute", metric=metric,
+        balance=balance, hard=hard, scale=1.0, straight_through=straight_through,
+        inverse_temperature=0.0, coupling="identity",
     )  # fmt: skip
     options.check(name)
     return options

@@ -63,8 +63,7 @@ def _quantile(
 ) -> Tensor:
     sort = prepare(name, x, dim, False, **options)
     share = _check_share(name, q, sort.numbers)
-    rows, _ = sort.flatten("x", x)
-    ascending = sort.sort(rows).squeeze(-1)
+    ascending = sort.sort_numbers()
     last = (sort.lengths - 1).clamp(min=0)
     place = share * last  # (batch, K)
     below = place.detach().floor()

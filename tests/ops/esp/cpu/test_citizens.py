@@ -1,6 +1,7 @@
 """The compiled kernels as torch and the machine see them: operators, threads, the cache on disk."""
 
 import logging
+import os
 import textwrap
 import threading
 import time
@@ -57,10 +58,14 @@ def test_second_derivatives_are_refused():
         grad.sum().backward()
 
 
-@pytest.fixture
-def _two_threads(monkeypatch):
+@pytest.fixture(params=["torch's threads", "own threads"])
+def _two_threads(monkeypatch, request):
     before = torch.get_num_threads()
     monkeypatch.setattr(threads, "WORTH_A_THREAD", 1)
+    if request.param == "own threads":
+        monkeypatch.setattr(threads._pool, "openmp", None)
+    elif threads._pool.openmp is None:
+        pytest.skip("torch has no OpenMP of GNU's here")
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
@@ -99,6 +104,44 @@ def test_calls_from_several_threads():
     for caller in callers:
         caller.join()
     assert not wrong
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_every_share_is_worked_on_once_and_errors_are_heard():
+    work, done = threads.shares(7, 1, 1 << 40), []
+
+    def kernel(h0, h1, l0, l1, index):
+        done.append((h0, h1))
+        if index == len(work) - 1:
+            raise ArithmeticError("here")
+
+    with pytest.raises(ArithmeticError, match="here"):
+        threads.run(kernel, work, lambda index: (index,))
+    assert sorted(done) == [(share.h0, share.h1) for share in work]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_forked_process_has_threads_of_its_own():
+    """OpenMP would wait for those that it left behind."""
+    done = run_beside_torch(
+        """
+        import os, signal, torch, espformer
+        from espformer.ops.esp.cpu import threads
+        threads.WORTH_A_THREAD = 1
+        torch.set_num_threads(2)
+        q, k, v = torch.randn(3, 1, 4, 50, 4).unbind()
+        expected = espformer.esp_attention(q, k, v, backend="cpu")
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            work, done = threads.shares(4, 1, 1 << 40), []
+            threads.run(lambda *share: done.append(share[:2]), work, lambda index: ())
+            os._exit(0 if sorted(done) == [(0, 2), (2, 4)] else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert torch.equal(espformer.esp_attention(q, k, v, backend="cpu"), expected)
+        """
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("heads", "slices"), [(1, 1), (1, 8), (3, 8), (8, 3), (5, 2)])

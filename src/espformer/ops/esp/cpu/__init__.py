@@ -9,7 +9,7 @@ from torch import Tensor
 
 from espformer.ops.common.masks import zero_padding
 from espformer.ops.esp import linear
-from espformer.ops.esp.cpu import operators, sort_operators
+from espformer.ops.esp.cpu import number_operators, operators, sort_operators
 from espformer.ops.esp.options import ESPOptions
 from espformer.ops.esp.problem import Problem
 
@@ -32,7 +32,7 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
     query_points, key_points = (
         _far_apart(x, inv_bandwidth)
         if side == problem.identity_side
-        else problem.in_units(x, None if mask is None else mask.unsqueeze(1))
+        else problem.in_units(x.contiguous(), None if mask is None else mask.unsqueeze(1))
         for side, x, mask in zip(("query", "key"), problem.projections(), masks, strict=True)
     )
     if options.hard:  # no gradient reaches the numbers that are sorted
@@ -90,4 +90,22 @@ def mix(
         numbers, value, t, mask, back, unit, options.metric, options.balance, options.hard,
         options.ties,
     )[0]  # fmt: skip
+    return out
+
+
+def takes_numbers(options: ESPOptions) -> bool:
+    """Whether `mix_numbers` knows these options."""
+    return options.metric == "absolute" and options.balance == "rows" and not options.hard
+
+
+def mix_numbers(
+    numbers: Tensor, mask: Tensor | None, options: ESPOptions, unit: str, *, ranks: bool
+) -> Tensor:
+    """``A x`` of numbers x (batch, N), or their expected `ranks`: `mix` of that one column.
+
+    Ranks are ``Σ_n n A[n, i] / Σ_n A[n, i]``, counted from one; those of padding are zero.
+    """
+    t = options.sort_temperature
+    given = (t, 0.0) if isinstance(t, Tensor) else (None, t)
+    out: Tensor = number_operators.mix_numbers(numbers, given[0], mask, given[1], unit, ranks)[0]
     return out

@@ -79,6 +79,14 @@ def part(function: Callable[..., Any]) -> Any:
     return numba.njit(no_cpython_wrapper=True, **OPTIONS)(function)
 
 
+def relaxed(*flags: str) -> Callable[[Callable[..., Any]], Any]:
+    """A part in which sums may be taken in another order ("reassoc"), or fused ("contract").
+
+    Neither assumes that numbers are finite.
+    """
+    return numba.njit(no_cpython_wrapper=True, fastmath=set(flags), **OPTIONS)
+
+
 @intrinsic
 def stand_alone(typingctx):  # type: ignore[no-untyped-def]
     """Keeps the function that it stands in from being copied into its callers.

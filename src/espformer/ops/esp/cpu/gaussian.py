@@ -25,6 +25,7 @@ from espformer.ops.esp.cpu.simd import (
     exp,
     fill,
     load,
+    pick,
     sin,
     store,
     swap_halves,
@@ -168,10 +169,10 @@ def _combine(matrix, start, first_row, stride, rows, z, y, lanes):  # type: igno
         at = start + i * stride
         for k in range(stride):
             row = load(z, k * width, lanes)
-            a = a + matrix[at + k] * row
-            b = b + matrix[at + stride + k] * row
-            c = c + matrix[at + 2 * stride + k] * row
-            d = d + matrix[at + 3 * stride + k] * row
+            a = a + pick(matrix, at + k, lanes) * row
+            b = b + pick(matrix, at + stride + k, lanes) * row
+            c = c + pick(matrix, at + 2 * stride + k, lanes) * row
+            d = d + pick(matrix, at + 3 * stride + k, lanes) * row
         left = first_row + rows - i
         store(y, i * width, a)
         if left > 1:
@@ -207,10 +208,10 @@ def _hand_on(coefficients, at, start, end, index, offset, z, state, lanes):  # t
         re, im, re_2, im_2 = zero, zero, zero, zero
         for i in range(start, end):
             row, place = load(z, (i - start) * width, lanes), at.into + i * at.states + offset + r
-            re = re + coefficients[place] * row
-            im = im + coefficients[place + half] * row
-            re_2 = re_2 + coefficients[place + 1] * row
-            im_2 = im_2 + coefficients[place + half + 1] * row
+            re = re + pick(coefficients, place, lanes) * row
+            im = im + pick(coefficients, place + half, lanes) * row
+            re_2 = re_2 + pick(coefficients, place + 1, lanes) * row
+            im_2 = im_2 + pick(coefficients, place + half + 1, lanes) * row
         for pole, own_re, own_im in ((r, re, im), (r + 1, re_2, im_2)):
             place, other = pole * width, (count + pole) * width
             was_re, was_im = load(state, place, lanes), load(state, other, lanes)

@@ -5,14 +5,11 @@ way back are the two derivatives of one bilinear form of rows X of tokens and Y 
 
     F(X, Y) = Σ_n o_n Y_n · (κ i P X)_n,    A X = o κ i P X,    Aᵀ Y = Pᵀ i κ o Y.
 
-The unit of the temperature is dealt with here too: a call of a thousand numbers takes less time
-than a dozen tensor operations would. Numbers are multiplied by a power of two first, which rounds
-nothing, so that neither their spread nor a kernel's width leaves the range of float32.
+The unit of the temperature is dealt with here too (`measuring`): a call of a thousand numbers takes
+less time than a dozen tensor operations would.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +29,7 @@ from espformer.ops.esp.cpu.kappa import (
     multiply_column_with_slope,
     multiply_with_slope,
 )
+from espformer.ops.esp.cpu.measuring import FACTOR, FREE, MEAN, SPREAD, measure
 from espformer.ops.esp.cpu.normalising import balance_steps, row_scales
 from espformer.ops.esp.cpu.rows import (
     clear,
@@ -59,67 +57,6 @@ from espformer.ops.esp.cpu.soft_plan import (
 from espformer.ops.esp.cpu.sort import sort_tokens
 
 
-class Unit(NamedTuple):
-    """What the temperatures of a call mean."""
-
-    temperatures: np.ndarray  # (batch,) or (1,)
-    in_spreads: bool  # a share of the spread of a row, else a distance
-    squared: bool  # of which the square root is the width, unless a share
-    least: float  # widths are held between these two
-    most: float
-    eps: float  # of the dtype of the numbers: its rounding,
-    tiny: float  # what a spread of nothing is taken for,
-    greatest: float  # and its largest number
-
-
-FACTOR, MEAN, SPREAD, FREE = range(4)  # of a row; FREE is one where nothing was clamped
-
-
-@part
-def measure(numbers, tokens, n, t, unit, shape):  # type: ignore[no-untyped-def]
-    """The factor, mean and spread of n numbers, in `shape`; gives back 1 over the kernel's width.
-
-    NaN if any number is not finite. Sums are in float64.
-    """
-    stand_alone()
-    largest = 0.0
-    for i in range(n):
-        x = abs(np.float64(numbers[tokens[i]]))
-        if not x <= 1e308:
-            return np.nan
-        largest = max(largest, x)
-    exponent = 0
-    if largest > 0:
-        exponent = np.int64(np.ceil(np.log2(largest)))
-    exponent = min(max(exponent, -100), 100)
-    factor = 2.0 ** np.float64(-exponent)
-    shift = np.float64(numbers[tokens[0]]) * factor  # keeps the digits of numbers far from zero
-    mean = 0.0
-    for i in range(n):
-        mean += np.float64(numbers[tokens[i]]) * factor - shift
-    mean = mean / n
-    variance = 0.0
-    for i in range(n):
-        x = np.float64(numbers[tokens[i]]) * factor - shift - mean
-        variance += x * x
-    variance = variance / n
-    rounding = 8 * unit.eps * largest * factor
-    spreads = variance > rounding * rounding
-    spread = np.sqrt(variance) if spreads else max(largest * factor, unit.tiny)
-    width = t
-    if unit.in_spreads:
-        width = t * spread
-    elif unit.squared:
-        width = np.sqrt(t) * factor
-    else:
-        width = t * factor
-    clamped = min(max(width, unit.least), unit.most)
-    shape[FACTOR], shape[MEAN] = factor, shift + mean
-    shape[SPREAD] = spread if spreads else 0
-    shape[FREE] = 1 if clamped == width else 0
-    return 1 / clamped
-
-
 @part
 def sort_row(settings, unit, numbers, mask, side, shapes, head, tokens, ones, room):  # type: ignore[no-untyped-def]
     """Sorts the numbers of one row that take part, and finds the scales of κ; gives that back."""
@@ -133,22 +70,18 @@ def sort_row(settings, unit, numbers, mask, side, shapes, head, tokens, ones, ro
                 n += 1
     side.lengths[head] = n
     inv_bandwidth = 1.0
-    if n > 0:
-        t = np.float64(unit.temperatures[head % len(unit.temperatures)])
-        inv_bandwidth = measure(numbers[head], tokens, n, t, unit, shapes[head])
-    settings.inv_bandwidth[head] = inv_bandwidth
     order, points = side.order[head, 0], side.points[head, 0]
-    if np.isnan(inv_bandwidth):
-        copy(tokens, n, order)
-        clear(points, n)
-    else:
+    if n > 0:
         sort_tokens(
             numbers[head], tokens, n, order, points, room.keys, room.integers[SPARE],
             room.integers[COUNTS],
         )  # fmt: skip
-        factor = points.dtype.type(shapes[head, FACTOR])
-        for i in range(n):
-            points[i] *= factor
+        t = np.float64(unit.temperatures[head % len(unit.temperatures)])
+        inv_bandwidth = measure(points, n, t, unit, shapes[head])
+    settings.inv_bandwidth[head] = inv_bandwidth
+    if np.isnan(inv_bandwidth):
+        copy(tokens, n, order)
+        clear(points, n)
     kappa = kappa_of(settings, side, head, 0, room, first)
     scales = side.scales[head, 0]
     if settings.balanced:

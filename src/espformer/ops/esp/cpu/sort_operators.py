@@ -17,6 +17,7 @@ from torch import Tensor
 from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
 from espformer.ops.esp.cpu import one_side
+from espformer.ops.esp.cpu.measuring import Unit
 from espformer.ops.esp.cpu.operators import (
     _array,
     _mask,
@@ -37,9 +38,9 @@ WIDTHS = {"absolute": (1e-18, 1e25), "squared": (1e-12, 3e12)}
 NARROW = 2  # columns that are mixed one by one
 
 
-def _unit(temperature: Tensor, unit: str, metric: str) -> one_side.Unit:
+def _unit(temperature: Tensor, unit: str, metric: str) -> Unit:
     info = torch.finfo(temperature.dtype)
-    return one_side.Unit(
+    return Unit(
         _array(temperature), unit == "spread", metric == "squared", *WIDTHS[metric], info.eps,
         info.tiny**0.75, info.max,
     )  # fmt: skip

@@ -2,15 +2,21 @@
 
 Each thread owns whole heads, or some slices of one, whose results are added up in their order: the
 same numbers come out every time.
+
+Where torch has GNU's OpenMP, the threads are those that torch computes with itself. After an
+operation these wait for the next one without going to sleep, for milliseconds: threads of our own
+would have to share the cores with them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +38,8 @@ class Share(NamedTuple):
 def shares(heads: int, slices: int, work: int) -> list[Share]:
     """One for each thread, or several if heads are few; `work` counts multiplications."""
     threads = min(torch.get_num_threads(), max(1, work // WORTH_A_THREAD))
+    if threads == 1:
+        return [Share(0, heads, 0, slices, 0)]
     if heads >= threads:
         bounds = _bounds(heads, threads)
         return [Share(h0, h1, 0, slices, 0) for h0, h1 in bounds]
@@ -48,13 +56,35 @@ def _bounds(count: int, parts: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(cuts))
 
 
+_BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def _find_openmp() -> Any:
+    """``GOMP_parallel`` of the library that torch is linked with; None if it has another one."""
+    try:
+        torch_library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        found = torch_library.GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    found.argtypes, found.restype = (_BODY, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+    return found
+
+
 class _Pool:
-    """Threads that wait for work; a process that was forked off starts its own."""
+    """Threads that wait for work; a process that was forked off starts its own.
+
+    OpenMP's do not live on in such a process, and OpenMP does not know.
+    """
 
     def __init__(self) -> None:
+        self.openmp = _find_openmp()
         self.reset()
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self.reset)
+            os.register_at_fork(after_in_child=self.leave_openmp)
+
+    def leave_openmp(self) -> None:
+        self.openmp = None
+        self.reset()
 
     def reset(self) -> None:
         self.lock, self.size = threading.Lock(), 0
@@ -76,6 +106,10 @@ _pool = _Pool()
 def run(kernel: Callable[..., Any], work: list[Share], arguments: Callable[[int], tuple]) -> None:
     """``kernel(h0, h1, l0, l1, *arguments(i))`` for every share i of the work."""
 
+    if len(work) == 1:
+        kernel(*work[0][:4], *arguments(0))
+        return
+
     def one(index: int) -> None:
         kernel(*work[index][:4], *arguments(index))
 
@@ -84,6 +118,9 @@ def run(kernel: Callable[..., Any], work: list[Share], arguments: Callable[[int]
         for index in range(len(work)):
             one(index)
         return
+    if _pool.openmp is not None:
+        _run_with_torch(one, len(work), threads)
+        return
     executor = _pool.of(threads - 1)
     waiting = [executor.submit(one, index) for index in range(1, len(work))]
     try:
@@ -91,3 +128,19 @@ def run(kernel: Callable[..., Any], work: list[Share], arguments: Callable[[int]
     finally:
         for future in waiting:
             future.result()
+
+
+def _run_with_torch(one: Callable[[int], None], count: int, threads: int) -> None:
+    """``one(i)`` for every i, in as many threads as OpenMP gives."""
+    left, errors = iter(range(count)), []
+
+    def work(_: int) -> None:
+        try:
+            for index in left:  # which Python's lock hands out one by one
+                one(index)
+        except BaseException as error:  # nobody above would hear of it
+            errors.append(error)
+
+    _pool.openmp(_BODY(work), None, threads, 0)
+    if errors:
+        raise errors[0]
