@@ -1,10 +1,10 @@
-"""Count the files that a recipe and a query pass, and the lines of each package.
+"""Count the files that a recipe and an operator call pass through, and the lines of each package.
 
     python tools/count_walks.py              # the walks and the lines
     python tools/count_walks.py --lines REV  # lines by package in a commit, and now
 
-A walk is traced, not guessed: something small is really done, and every file of the package is
-listed in which a function is called on the way, in the order of the first calls.
+The files are traced: a small task is performed, and every file of the package in which a function
+is called is listed, in the order of the first calls.
 
 - recipe: from the YAML file of `digits` to a line of RESULTS.md. One run is trained for a step and
   written as `espformer reproduce --save` and `espformer results` write it. Files of the laboratory

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages that stand elsewhere in the repository, and formulas without scripts.
+"""Hooks of mkdocs: pages from elsewhere in the repository, and formulas without scripts.
 
 RESULTS.md, CONTRIBUTING.md, the README of the kernels and others are read by people in the
 repository too, so they are shown on the site from where they stand, without a copy. Source files,

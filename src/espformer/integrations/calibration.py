@@ -230,11 +230,11 @@ def _choose_slices(
     teacher: nn.Module,
     data: list[Any],
 ) -> Iterator[str]:
-    """Fit every module that has ESP to softmax in its place; names of those that could be.
+    """Fit every converted module with ESP to the softmax attention it replaced; returns the names
+    of the fitted modules.
 
-    One after the other, in the order in which they are called: each gets the tokens that those
-    before it, which are fitted already, give it, and is fitted to what softmax gave in the
-    original.
+    Modules are fitted in the order of their calls. Each gets its inputs from the modules before it,
+    which are fitted already, and is fitted to the output of softmax in the original model.
     """
     outputs: dict[str, list[Tensor]] = {}
     batches: list[Any] = []
@@ -271,7 +271,7 @@ def _choose_slices(
 def _listening(
     modules: dict[str, nn.Module], hear: Callable[[str, Any, Any, Any], None]
 ) -> Iterator[None]:
-    """Hear (name, arguments, options, output) of every call of the modules' mechanisms."""
+    """Record (name, arguments, options, output) of every call of the modules' mechanisms."""
     handles = []
     for name, module in modules.items():
 

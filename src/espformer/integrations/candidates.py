@@ -1,4 +1,4 @@
-"""Shared by all integrations: an attention module that was found, and the swap of its class."""
+"""Code that all integrations share: a candidate for conversion, and the swap of its class."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,8 +39,8 @@ NOT_SELF = (
     "convert it with cross=True, or leave it out with convert(..., where=...)"
 )
 
-# What is added to the score of a padded token: -inf, the least number of a dtype, -1e9, or BERT's
-# -10,000. Anything closer to zero leaves a share of attention, so it is a bias.
+# Values that models add to the scores of padded tokens: -inf, the minimum of a dtype, -1e9, or
+# BERT's -10,000. Values closer to zero leave some attention, so they are a bias.
 _PADDING = -1e4
 _SEEN = "_espformer_seen"
 
@@ -91,7 +91,7 @@ def bind(candidate: Candidate, mechanism: Mechanism, depth: int) -> Mechanism:
 
 
 def give_scale(mechanism: Mechanism, scale: float | None) -> None:
-    """Let a mechanism that has no scale of its own take that of a module."""
+    """Give a mechanism without a scale the scale of a module."""
     while isinstance(mechanism, Differential):
         mechanism = mechanism.base
     if scale is not None and getattr(mechanism, "scale", 0.0) is None:
@@ -99,7 +99,7 @@ def give_scale(mechanism: Mechanism, scale: float | None) -> None:
 
 
 def unusual_scale(scale: float | None, head_dim: int) -> float | None:
-    """The scale where it is not what a mechanism takes by itself."""
+    """The scale, or None if it is the default of a mechanism."""
     usual = scale is None or abs(scale - head_dim**-0.5) < 1e-9
     return None if usual else scale
 
@@ -110,10 +110,10 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def present_tokens(who: str, name: str, mask: Tensor) -> Tensor:
-    """A mask that is added to scores as True = takes part: zero, or so low that nothing is left.
+    """A boolean mask (True = takes part) from an additive one, whose entries are zero or very low.
 
-    Numbers in between are a bias, which is refused. On a GPU the look at them has to be waited for,
-    so a mask is looked at once, however many layers it is given to.
+    Other values are a bias, which is refused. Checking them synchronises a GPU, so every mask is
+    checked only once, even if many layers use it.
     """
     present = mask == 0
     if torch.compiler.is_compiling():
@@ -133,7 +133,7 @@ def present_tokens(who: str, name: str, mask: Tensor) -> Tensor:
 
 
 class Converted:
-    """A class that stands before the class of a converted module and overrides its forward.
+    """A mixin in front of the class of a converted module, which overrides its forward.
 
     The module stays the object that it was: its parameters, hooks, name and type are kept.
     Copies and pickles of it are converted too.

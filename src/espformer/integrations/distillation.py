@@ -98,8 +98,8 @@ def _errors(model: nn.Module, teacher: nn.Module, batch: Any, blocks: list[str])
 def _error(found: Tensor, wanted: Tensor, mask: Tensor | None) -> Tensor:
     """Error as a share of the variance: of tokens, and of the means of sequences, half each.
 
-    What all tokens of a sequence share is a small part of their variance, and all that a mean over
-    them, or a classifier on it, is made of.
+    The sequence mean is a small part of the variance of tokens, but it is all that mean pooling, or
+    a classifier on it, uses.
     """
     found, wanted = found.float(), wanted.float()
     if wanted.dim() != 3:

@@ -29,7 +29,7 @@ def find(name: str, module: nn.Module, parent: nn.Module | None) -> Candidate | 
 def _convert(candidate: Candidate, mechanism: Mechanism) -> None:
     module = candidate.module
     assert isinstance(module, Attention)
-    # Past nn.Module's bookkeeping: the one that waits is no part of the model.
+    # Bypasses nn.Module's registration: the original mechanism must not be a submodule.
     module.__dict__.setdefault(ORIGINAL, module.mechanism)
     module.mechanism = mechanism
 

@@ -81,7 +81,7 @@ def load_pretrained(
 
 @contextmanager
 def _quiet_about_mechanisms() -> Iterator[None]:
-    """Keys of mechanisms are left out of transformers' table of what it could not place."""
+    """Removes the keys of mechanisms from transformers' warning about unexpected keys."""
 
     def without(record: logging.LogRecord) -> bool:
         lines = record.getMessage().splitlines()
@@ -100,7 +100,8 @@ def _quiet_about_mechanisms() -> Iterator[None]:
 
 
 def _take_entries(model: nn.Module) -> list[tuple[Any, dict[str, Any]]]:
-    """Configurations of the model and of its parts that tell of a conversion; what they tell.
+    """The configurations of the model and of its parts that contain a conversion entry, and the
+    entries.
 
     The entry of CLIP's tower of images lies in the configuration of that tower.
     """

@@ -10,7 +10,7 @@ from espformer.ops.esp.options import OPTIONS
 __all__ = ["mechanism_from_settings", "settings_of", "stored_settings"]
 
 _CLASSES = {cls.__name__: cls for cls in MECHANISMS.values()}
-# Named even where they are the defaults, which have changed once.
+# Always saved, even if they equal the defaults, because defaults may change.
 _ALWAYS = ("sort_temperature", "inverse_temperature", "temperature_unit", "slicer")
 # Arguments that a mechanism keeps under another name.
 _KEPT_AS = {"slicer": "slicer_kind", "lambda_init": "lambda_schedule"}
@@ -35,7 +35,7 @@ def settings_of(mechanism: Mechanism) -> dict[str, Any] | None:
     for argument, parameter in inspect.signature(cls).parameters.items():
         if parameter.kind is parameter.POSITIONAL_ONLY:
             continue  # a short form of another one
-        # The number that a temperature which is learnt began with stands among the options.
+        # The initial value of a learnt temperature is among the options.
         option = isinstance(mechanism, ESP) and argument in OPTIONS
         holder: Any = mechanism.options if option else mechanism
         value = getattr(holder, _KEPT_AS.get(argument, argument))

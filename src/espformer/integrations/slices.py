@@ -1,7 +1,7 @@
-r"""Slices of a converted head, chosen from what its queries and keys do.
+r"""Slices of a converted head, chosen from the distribution of its queries and keys.
 
-Softmax attention knows queries and keys by their products alone, which do not change when both are
-rotated: the axes of a head that was trained with it mean nothing. With covariances
+Softmax attention depends only on inner products of queries and keys, which do not change if both
+are rotated. So the axes of a head that was trained with softmax are arbitrary. With covariances
 :math:`C_q = R_q R_q^\top` and :math:`C_k = R_k R_k^\top` of the queries and keys of real tokens,
 and :math:`R_q^\top R_k = P\,\mathrm{diag}(s)\,Q^\top`, the centred scores are
 
@@ -20,8 +20,9 @@ What remains is fitted to the outputs :math:`O` of softmax, head by head. With t
 
 weights :math:`\sigma \ge 0` of the slices by non-negative least squares, the map M and the offset c
 by ridge regression towards the identity, t as the best of a few. M and c are multiplied into the
-projection of the values. The offset stands for tokens that soften every row of softmax alike, such
-as a separator; a matrix whose columns sum to one cannot give them more than their share.
+projection of the values. The offset models tokens that take the same weight in every row of
+softmax, such as a separator: a matrix whose columns sum to one cannot give a token more than its
+share.
 """
 
 from typing import Any, NamedTuple, cast
@@ -43,7 +44,7 @@ _NAMES = (
     ("linear_q", "linear_k", "linear_v"),
     ("q", "k", "v"),
 )
-_LEAST = 1e-6  # share of the largest variance that a direction needs to be one
+_LEAST = 1e-6  # directions with less than this share of the largest variance are ignored
 _TEMPERATURES = (0.05, 0.15, 0.4, 1.0)  # in units of the spread of what is sorted
 _RIDGE = 1e-2  # of the mean variance of a feature
 
@@ -124,7 +125,7 @@ def singular_axes(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def _root(centred: Tensor) -> tuple[Tensor, Tensor]:
-    """R with C = R Rᵀ, and its inverse; directions in which nothing varies are left alone."""
+    """R with C = R Rᵀ, and its inverse; directions without variance are not scaled."""
     variances, axes = torch.linalg.eigh(centred.mT @ centred / centred.shape[1])
     floor = _LEAST * variances.amax(-1, keepdim=True)
     roots = variances.clamp_min(floor.clamp_min(torch.finfo(variances.dtype).tiny)).sqrt()
@@ -133,7 +134,8 @@ def _root(centred: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def fit_slices(module: nn.Module, mechanism: ESP, calls: list[Call]) -> bool:
-    """Choose slices, their weights, temperatures and values of a module; False if it cannot be.
+    """Fit the slices, slice weights, temperatures and value projection of a module; False if this
+    is not possible.
 
     Args:
         module: the converted attention module.
@@ -148,14 +150,14 @@ def fit_slices(module: nn.Module, mechanism: ESP, calls: list[Call]) -> bool:
         return False
     heads, width = query.shape[0], query.shape[-1]
     query_map, key_map, query_mean, key_mean, values = singular_axes(query, key)
-    # Mechanisms multiply by their scale, which is made for coordinates of this size.
+    # Mechanisms multiply by their scale, so the coordinates are divided by it.
     factor = 1 / (width**-0.5 if mechanism.scale is None else cast(float, mechanism.scale))
     query_map, key_map = factor * query_map, factor * key_map
     for weight, bias, linear, mean in (
         (projections.query, projections.query_bias, query_map, query_mean),
         (projections.key, projections.key_bias, key_map, key_mean),
     ):
-        # Along the directions of the mechanism, which are orthonormal, stand the coordinates.
+        # The coordinates are placed along the directions of the mechanism, which are orthonormal.
         placed = basis.to(linear).mT @ linear
         _multiply(weight, bias, placed, -(placed @ mean.unsqueeze(-1)).squeeze(-1))
     directions = None if mechanism.slicer is None else mechanism.slicer()
@@ -221,7 +223,7 @@ def _basis(mechanism: ESP) -> Tensor | None:
 
 
 def _multiply(weight: Tensor, bias: Tensor | None, linear: Tensor, offset: Tensor) -> None:
-    """Let a projection give ``linear @ x + offset`` in each head, where it gave x."""
+    """Change a projection such that it gives ``linear @ x + offset`` in each head instead of x."""
     heads, width = linear.shape[:2]
     rows = weight.unflatten(0, (heads, width))
     rows.copy_(linear.to(weight) @ rows)
@@ -239,7 +241,7 @@ def _slice_outputs(mechanism: ESP, calls: list[Call], temperature: float | None)
     outputs = []
     for call in calls:
         count = call.query.shape[-1]
-        # Every slice a head of its own, of width one.
+        # Treat every slice as a head of width one.
         query, key = (x.transpose(2, 3).flatten(1, 2).unsqueeze(-1) for x in (call.query, call.key))
         value = call.value.repeat_interleave(count, dim=1)
         options = {name: getattr(mechanism.options, name) for name in OPTIONS}
@@ -273,7 +275,9 @@ def _slice_weights(given: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _ridge(features: Tensor, wanted: Tensor, offset: bool) -> tuple[Tensor, Tensor]:
-    """M near the identity and c with ``features @ M + c`` near what is wanted, in each head."""
+    """Ridge regression per head: M near the identity and c such that ``features @ M + c`` is near
+    the target.
+    """
     feature_mean, wanted_mean = features.mean(1, keepdim=True), wanted.mean(1, keepdim=True)
     if not offset:
         feature_mean, wanted_mean = torch.zeros_like(feature_mean), torch.zeros_like(wanted_mean)
@@ -290,7 +294,7 @@ def _ridge(features: Tensor, wanted: Tensor, offset: bool) -> tuple[Tensor, Tens
 def _plain(module: Any, query: Tensor, projections: Projections) -> bool:
     """Whether queries and keys are what the projections give, one head after the other.
 
-    Rotations by position, norms of queries and keys and heads in groups stand between.
+    False if there are rotary positions, norms of queries and keys, or grouped heads in between.
     """
     between = any(
         not isinstance(getattr(module, name, None), nn.Identity | None)

@@ -64,9 +64,11 @@ def _looks_like_timm(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _is_softmax_attention(module: nn.Module) -> bool:
-    """Whether softmax in the converted form gives what the module gives, on a few numbers.
+    """Whether the converted module with softmax gives the same output as the module, on a small
+    input.
 
-    Modules of one build may order the columns of ``qkv`` in another way, or look up one token only.
+    Modules with the same attributes may order the columns of ``qkv`` differently, or attend with
+    one token only.
     """
     weight = cast(nn.Linear, module.qkv).weight
     if weight.is_meta:

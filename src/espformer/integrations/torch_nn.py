@@ -31,7 +31,7 @@ from espformer.nn import Mechanism
 
 __all__ = ["find", "revert"]
 
-# What decoder layers outside torch call the attention of their queries to another sequence.
+# Names of cross-attention modules in decoder layers outside torch.
 _CROSS_NAMES = {"multihead_attn", "cross_attn", "cross_attention", "encoder_attn"}
 _NESTED = "_espformer_use_nested_tensor"
 _CROSS = "_espformer_cross"
@@ -61,7 +61,7 @@ def find(name: str, module: nn.Module, parent: nn.Module | None) -> Candidate | 
 def _is_cross(
     name: str, module: nn.MultiheadAttention, parent: nn.Module | None
 ) -> tuple[bool | None, bool]:
-    """Whether it is cross-attention (None: a call will show), and whether that is left open.
+    """Whether it is cross-attention (None: only a call shows this), and whether this is ambiguous.
 
     Known by the width of its keys, by its name, or by how the parent calls it: with one expression
     as query and key, or with two.
@@ -137,7 +137,7 @@ class _MultiheadAttention(Converted):
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        # What torch's layers ask before they go round this module, see above.
+        # The attribute that torch's layers check before they bypass this module, see above.
         return False
 
     def forward(
@@ -177,7 +177,7 @@ class _MultiheadAttention(Converted):
         key_mask = _key_mask(key_padding_mask, attn_mask, q, k)
         query_mask = None
         if cross and key_mask is not None:
-            # Without it, keys as many as the queries would lend them their mask.
+            # Without a query mask, the key mask would also mask the queries if there are as many.
             query_mask = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
         mechanism = cast(Mechanism, module.mechanism)
         output = mechanism(q, k, v, query_mask=query_mask, key_mask=key_mask)
@@ -198,8 +198,8 @@ def _cross_in_call(
 ) -> bool:
     """Whether this call is cross-attention, whose queries do not share the padding of its keys.
 
-    Queries and keys of self-attention may be different objects, copies or views, with the same
-    numbers; never are they known by their lengths.
+    In self-attention, queries and keys may be different objects (copies or views) with the same
+    values. Lengths never decide.
     """
     cross, given = module.__dict__.get(_CROSS, (None, None))
     if cross or query is key:

@@ -164,7 +164,7 @@ def attention(
         cross = True
     masks: dict[str, Tensor | None] = {"key_mask": _key_mask(attention_mask, module, key)}
     if cross and masks["key_mask"] is not None:
-        # Without it, keys as many as the queries would lend them their mask.
+        # Without a query mask, the key mask would also mask the queries if there are as many.
         every = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
         masks["query_mask"] = every
     output = mechanism(query, key, value, **masks).transpose(1, 2).contiguous()
@@ -173,9 +173,11 @@ def attention(
 
 
 def _matrices_wanted(module: nn.Module, options: dict[str, Any]) -> bool:
-    """Whether somebody asked for attention matrices: this call, the configuration, or a recorder.
+    """Whether attention matrices are requested: by this call, by the configuration, or by a
+    recorder.
 
-    Models like SigLIP do not tell their attention: transformers records what modules return.
+    Models like SigLIP do not pass this request to their attention; transformers records what
+    modules return.
     """
     if options.get("output_attentions") or getattr(module.config, "output_attentions", False):
         return True
@@ -223,7 +225,7 @@ def _mechanism_of(module: nn.Module) -> tuple[Mechanism | None, bool, str]:
         give_scale(mechanism, unusual_scale(scale_of(module), head_dim))
         layer = getattr(module, "layer_idx", None) or 0
         with torch.random.fork_rng(devices=[]):
-            # Directions that are drawn are not saved: every model must draw the same.
+            # Random directions are not saved, so every model must draw the same ones.
             torch.manual_seed(layer)
             mechanism = mechanism.bind(heads, head_dim, depth=layer)
         weight = next(module.parameters(), None)
@@ -291,11 +293,12 @@ def _base_attention(module: nn.Module, base: str) -> Any:
 
 
 def _refuse_to_be_ignored() -> None:
-    """Let models that never ask the registry raise when they are built with this attention.
+    """Make models that do not use the registry raise an error when they are built with this
+    attention.
 
-    transformers accepts every registered name and checks nothing: a model that computes its scores
-    itself would go on with softmax. The method that it calls for every model that is built is the
-    one place where this can be said.
+    transformers accepts every registered name without a check, so a model that computes its scores
+    itself would silently use softmax. This method is called for every model that is built, so it is
+    the place for the error.
     """
     accept = PreTrainedModel.get_correct_attn_implementation
     if hasattr(accept, "__wrapped__"):

@@ -1,4 +1,4 @@
-"""Questions to an attention module of transformers: heads, causality, projections."""
+"""Properties of an attention module of transformers: heads, causality, projections."""
 
 import functools
 import inspect
@@ -68,7 +68,9 @@ def refusal_of(module: nn.Module) -> str | None:
 
 
 def is_cross(name: str, module: nn.Module) -> bool:
-    """Classes used for both say whose part they are: the causal one of a decoder is the other."""
+    """Whether it is cross-attention. Of classes used for both, the one in a decoder that is not
+    causal is.
+    """
     in_decoder = getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True)
     named = any("cross" in part or part == "encoder_attn" for part in name.lower().split("."))
     # Segformer's keys are patches that were merged: other tokens than its queries.

@@ -1,4 +1,6 @@
-"""Where mechanisms are in a converted model of transformers, and what its configuration says."""
+"""The places of mechanisms in a converted transformers model, and the entry in its
+configuration.
+"""
 
 from dataclasses import dataclass
 from typing import Any, cast
@@ -86,7 +88,9 @@ class Entry(dict[str, Any]):
 
 
 class RegistryAttention(Converted):
-    """An attention module of transformers whose attention function is the registry's, for sure."""
+    """An attention module of transformers that is known to use the registry's attention
+    function.
+    """
 
     def forward(self, *args: Any, **options: Any) -> Any:
         module = cast(nn.Module, self)
@@ -186,7 +190,7 @@ def finish(model: nn.Module) -> None:
             place.converted = False
     for module in model.modules():
         entry = getattr(getattr(module, "config", None), NAME, None)
-        # Part of a model may have been reverted: the rest goes on.
+        # If only a part of the model was reverted, the rest stays converted.
         if isinstance(entry, Entry) and not entry.refresh():
             config = cast(Any, module.config)
             config._attn_implementation_internal = entry["base"]

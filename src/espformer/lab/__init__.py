@@ -1,1 +1,1 @@
-"""The laboratory: what trains, measures and reports. The library never imports it."""
+"""The laboratory: training, benchmarks and reports. The library never imports it."""

@@ -1,4 +1,4 @@
-"""The one clock of the laboratory: a device is waited for before the time is read."""
+"""All timing of the laboratory: the device is synchronised before the clock is read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 Call = Callable[[], object]
 
-# More than any second-level cache: written between calls, so that none finds its inputs there.
+# Larger than any L2 cache. It is overwritten between calls, so that no call finds its inputs in the
+# cache.
 FLUSH_BYTES = 256 << 20
 FEWEST, MOST = 5, 50
 CPU = torch.device("cpu")
@@ -54,7 +55,8 @@ def interleaved_seconds(
     warm_up: int = 1,
     counts: Sequence[int] | None = None,
 ) -> list[float]:
-    """Return the median time of every call, run in turn so that a busy moment hits them alike.
+    """Return the median time of every call. The calls take turns, so that other load on the machine
+    affects all alike.
 
     Args:
         calls: what is timed.

@@ -1,4 +1,4 @@
-"""The life of ESP attention in a few minutes: ``python -m espformer.lab.demo``."""
+"""Train, anneal and harden ESP attention in a few minutes: ``python -m espformer.lab.demo``."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ LABELS = (
     "espformer-learnt",
 )  # fmt: skip
 ANNEALING_EPOCHS = 10
-# By a hundred: the paper's t from 1e-3 to 1e-5, where soft and hard attention hardly differ.
+# Annealing divides t by a hundred: the paper's 1e-3 becomes 1e-5, where soft and hard hardly
+# differ.
 FACTOR = 0.01 ** (1 / ANNEALING_EPOCHS)
 QUICK = ("trainer.epochs=2", "trainer.limit_batches=6")
 
 
 class Progress:
-    """A line for each thing to do: a bar while it is being done, what came out afterwards."""
+    """One line per task: a progress bar while it runs, then its result."""
 
     def __init__(self, console: Console, names: Sequence[str], epochs: Sequence[int]) -> None:
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -173,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    # Its own handle: what training prints goes elsewhere while it runs.
+    # A separate handle, because the output of training is redirected while it runs.
     console = Console(file=sys.stdout)
     console.print("[bold]Six kinds of attention learn to read digits[/]")
     page = options.output / "report.html"

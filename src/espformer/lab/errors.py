@@ -1,4 +1,4 @@
-"""Errors in words for the person who can put things right."""
+"""Errors that the user can fix; the command line prints them without a traceback."""
 
 import difflib
 from collections.abc import Iterable

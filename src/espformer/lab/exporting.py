@@ -1,4 +1,4 @@
-"""From what is on disk to a graph: a trained run, a fine-tuned one, or a transformers directory."""
+"""Export of a trained run, a fine-tuned run or a transformers directory to a graph."""
 
 import contextlib
 import importlib
@@ -24,8 +24,8 @@ from espformer.nn import ESP, harden, soften
 from espformer.ops.common.torch_internals import tree_leaves
 
 TOLERANCE = 1e-4
-# A hard sort jumps where two tokens are nearly tied, and another rounding may order them the other
-# way. A graph that is wrong is wrong for other inputs too.
+# A hard sort is discontinuous where two tokens are nearly tied, so a correct graph may differ on
+# one input. Several inputs are tried: a wrong graph differs on all of them.
 ATTEMPTS = 3
 # (batch, length): the sizes that a graph is made with, and others that it must serve.
 EXAMPLE, OTHERS = (2, 12), ((1, 7), (3, 33))
@@ -246,7 +246,7 @@ def export_model(
 ) -> float:
     """Write the graph of a model and compare it with the model, at sizes it was not made with too.
 
-    The file is there only if it is right; one that was there before stays otherwise.
+    The file is written only if the outputs agree; otherwise an existing file is kept.
 
     Args:
         source: the model.

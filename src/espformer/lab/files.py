@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and locks that keep a second process out."""
+"""Atomic writes, and locks against a second process."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ LOCK = ".lock"
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Write a file so that it is there whole or, whatever happens, as it was before."""
+    """Write a file atomically: after a failure it is unchanged."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 

@@ -1,4 +1,4 @@
-"""One registry of attentions, timed only where they are right: what ``espformer bench`` runs.
+"""The benchmark of ``espformer bench``: attentions are timed only if their results are correct.
 
 - :mod:`espformer.lab.bench.cases`: what is measured: an operator, its backend, a mode, the sizes;
 - :mod:`espformer.lab.bench.attentions`: ESP attention by backend, and its peers;
@@ -10,5 +10,5 @@
 - :mod:`espformer.lab.bench.tables`: CSV, markdown and plot, with the conditions;
 - :mod:`espformer.lab.bench.session`: all of it in one call, for the command and ``python -m``.
 
-A row whose error is too large has no time: a wrong result is not fast.
+A row with too large an error gets no time.
 """

@@ -12,7 +12,7 @@ from torch import Tensor
 MODES = ("forward", "forward+backward")
 
 # Largest error of 16-bit and of float32 results, relative, in the Frobenius norm of the output and
-# of every gradient. Peers are held to a wider one: it shall catch mistakes, not their rounding.
+# of every gradient. The limit for peers is wider: it is meant to catch mistakes, not rounding.
 TOLERANCES = {"bfloat16": 5e-3, "float16": 5e-3, "float32": 2e-5, "float64": 1e-9}
 PEER_FACTOR = 10
 

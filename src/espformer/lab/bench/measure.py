@@ -55,7 +55,7 @@ def _measure(case: Case, device: torch.device, oracle: Oracle, budget: float) ->
     finally:
         if device.type == "cuda":
             gc.collect()
-            with contextlib.suppress(RuntimeError):  # a device that is lost takes no orders
+            with contextlib.suppress(RuntimeError):  # a lost device raises again
                 torch.cuda.empty_cache()
     return Measurement(case, status=status)
 

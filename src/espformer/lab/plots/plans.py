@@ -1,4 +1,4 @@
-"""Figures of attention as a transport plan: who attends to whom, and what everybody receives.
+"""Figures of attention as a transport plan: the weights between tokens, and row and column sums.
 
 Every function takes plain tensors and returns a :class:`matplotlib.figure.Figure` that is attached
 to no window. Errors of sums are largest absolute differences from one.

@@ -25,7 +25,7 @@ class Score(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """Where settings stand on the axis, and what stands below it."""
+    """Positions of settings on the axis, and the labels below it."""
 
     of: dict[str, float]
     numeric: bool

@@ -1,4 +1,4 @@
-"""Recipes: found by name, read strictly, and taken apart into runs."""
+"""Recipes: found by name, validated, and expanded into runs."""
 
 import copy
 import dataclasses
@@ -211,7 +211,8 @@ def _epochs(raw: dict[str, Any]) -> Any:
 
 
 def _stretch(raw: dict[str, Any], planned: Any, said: Sequence[str]) -> None:
-    """Stretch a schedule to another number of epochs than the recipe plans, unless it is said.
+    """Rescale a schedule to a different number of epochs than the recipe has, unless it is
+    overridden.
 
     Milestones, warm-up and the way of `straight_through` keep their share of the training, and
     annealing its last temperature: ``factor ** epochs`` stays.
@@ -256,7 +257,7 @@ def _move(origins: Origins, source: tuple[str, ...], target: tuple[str, ...]) ->
 
 
 def _check(run: Run, origins: Origins) -> None:
-    """Refuse what is wrong although every key and type is right."""
+    """Raise for values that are wrong although all keys and types are valid."""
     build_mechanism(run.mechanism, origins, ("mechanism",))
     if isinstance(run, TrainingRun):
         check_data(run.data.set, origins, ("data", "set"))

@@ -1,4 +1,4 @@
-"""A recipe as typed data: what is trained, on what, how, and the grid of runs of an experiment.
+"""The schema of recipes: data, model, training, and the grid of runs of an experiment.
 
 A recipe is a YAML file. Its head says which mechanisms, seeds and settings the experiment compares;
 the rest describes one run, and is the same for all of them but for the overrides that the grid

@@ -1,4 +1,4 @@
-"""YAML to typed dataclasses, strictly: a key nobody reads is a mistake, and its place is named.
+"""YAML to typed dataclasses, strictly: an unknown key is an error that names its line.
 
 Values are checked against the annotations of the dataclass; a mistake is reported with its key path
 and with where it was written: a line of a file, or the command line.
@@ -23,7 +23,7 @@ KeyPath = tuple[str, ...]
 
 # The parser in C reads ten times as fast; not every build of PyYAML has it.
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """YAML 1.2 scalars: `1e-3` is a number, and `no`, `on` and `off` are words."""
+    """YAML 1.2 scalars: `1e-3` is a number, and `no`, `on` and `off` are strings."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -125,7 +125,7 @@ def _locate(node: Any, path: KeyPath, origins: Origins) -> None:
 
 
 def set_path(raw: dict[str, Any], path: KeyPath, value: Any, origins: Origins, place: str) -> None:
-    """Set `raw["a"]["b"]` for the path (a, b); what stands on the way becomes a mapping."""
+    """Set `raw["a"]["b"]` for the path (a, b); values along the path become mappings."""
     target = raw
     for depth, key in enumerate(path[:-1]):
         below = target.get(key)

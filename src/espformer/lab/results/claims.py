@@ -1,8 +1,8 @@
 """Claims of the paper and of ours about its mechanism, and a paired test of each.
 
-Every claim has a bar that the difference of its rows must pass: 0 for "is better", `-margin` for
-"does no harm". It held where the 95 % interval of the difference lies above the bar, and did not
-where it lies below. The p is two-sided, of a difference at the bar: p < 0.05 says the same.
+Every claim has a threshold for the difference of its rows: 0 for "is better", `-margin` for "does
+no harm". It held if the 95 % interval of the difference lies above the threshold, and did not hold
+if it lies below. p belongs to a two-sided test against the threshold, so p < 0.05 says the same.
 """
 
 import re
@@ -19,7 +19,7 @@ from espformer.lab.recipes.yaml_schema import read_yaml
 
 Result = dict[str, Any]
 
-# A loss of accuracy, or of BLEU, that nobody would notice.
+# A loss of accuracy, or of BLEU, that is considered negligible.
 HARMLESS = 0.5
 
 
@@ -277,7 +277,7 @@ def _probability(p: float) -> str:
 
 
 def signed(points: float) -> str:
-    """Two decimals, or one digit that is not zero: the side of zero is always seen."""
+    """Two decimals, or more until one digit is not zero, so that the sign is always visible."""
     return f"{points:+.2f}" if abs(points) >= 0.005 or points == 0 else f"{points:+.1g}"
 
 

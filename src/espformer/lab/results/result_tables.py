@@ -1,4 +1,6 @@
-"""An experiment in words and numbers: its table beside the paper's, its claims, its conditions."""
+"""The section of an experiment in RESULTS.md: its table next to the paper's, claims and
+conditions.
+"""
 
 import statistics
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""How the attention of a model comes out: its sums and entropy, its slices and their weights."""
+"""Statistics of the attention of a model: sums, entropy, slices and their weights."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Which examples make a step: decided by the seed, the epoch and the step, and by nothing else.
+"""The examples of each step: determined by the seed, the epoch and the step alone.
 
 So a run that was killed in the middle of an epoch goes on with the examples that were left, and a
 run on two devices sees in each step what one device would have seen.
@@ -179,7 +179,8 @@ class TensorLoader:
         batches = self.batch_sampler.tensors()
         there = torch.cat(batches).to(self.data.inputs.device) if batches else torch.empty(0)
         shares = there.split([len(rows) for rows in batches])
-        # Whoever asks for an epoch gets it, whichever has begun by the time of its first batch.
+        # The iterator keeps the epoch in which it was requested, even if another starts before its
+        # first batch.
         return (self.data.batch(rows, share) for rows, share in zip(batches, shares, strict=True))
 
     def state_dict(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, read without running code, refused when foreign."""
+"""Checkpoints: written atomically, read without running code, refused if they are not ours."""
 
 import shutil
 import zipfile

@@ -1,14 +1,14 @@
 """The whole training step of a classifier as one CUDA graph.
 
-A small model is done with a step sooner than Python has asked for the next one. So forward,
-backward and optimiser are recorded once, for each shape of batch, and replayed with a single call.
-What a replay cannot see must be brought to it: a batch is copied into the tensors that the recorded
-step reads, and so are the learning rates. What it cannot see at all are Python's numbers, such as a
-sort temperature: when one of them changes, the step is recorded anew.
+With a small model the GPU finishes a step before Python has launched the next one. So forward,
+backward and optimiser are recorded once for each shape of batch, and replayed with a single call.
+The batch and the learning rates are copied into the tensors that the recorded step reads. Python
+numbers, such as a sort temperature, are frozen in the recording; if one of them changes, the step
+is recorded again.
 
-Nothing is computed that would not have been without: the steps before a recording, which prepare
-what cannot be prepared inside it, are training steps like all others, and so are those of the last,
-smaller batch of an epoch, which is never recorded. The random numbers are the same, too.
+Recording changes no result. The warm-up steps before a recording are ordinary training steps, and
+so are those of the last, smaller batch of an epoch, which is never recorded. The random numbers are
+the same too.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class Recorder(Protocol):
         """Call the function, under the conditions of a recording."""
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Call the function without effect, and return what has its effect."""
+        """Record the function without executing it, and return a function that replays it."""
 
     def forget(self) -> None:
         """Drop what was recorded: it will not be replayed any more."""
@@ -145,7 +145,7 @@ class Rates:
 
 
 class StepGraphs:
-    """Decides for each batch whether its step is done as it stands, recorded or replayed.
+    """Decides for each batch whether its step runs eagerly, is recorded, or is replayed.
 
     Args:
         step: a whole training step on a batch.
@@ -182,7 +182,7 @@ class StepGraphs:
         replay()
 
     def look_at(self, settings: tuple[Any, ...]) -> None:
-        """Record anew if these are not the settings that were recorded with."""
+        """Drop the recordings if the settings have changed."""
         if settings != self._settings:
             self.forget()
             self._settings = settings

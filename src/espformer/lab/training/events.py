@@ -1,4 +1,4 @@
-"""Progress of a training as events, for whoever shows it: a board of many runs, or the demo.
+"""Progress of a training as events, for the display of many runs and for the demo.
 
 An event is a small mapping such as ``{"state": "training", "epoch": 3, "epochs": 20, "score":
 0.91}``. A run that another process watches appends its events, a line of JSON each, to the file
@@ -94,7 +94,7 @@ class ReportProgress(Callback):
         self._break_silence(trainer, "test", batch_idx, _first(total))
 
     def _break_silence(self, trainer: Trainer, what: str, batch_idx: int, total: float) -> None:
-        """Say where a long epoch is, now and then."""
+        """Print the progress of a long epoch from time to time."""
         if self.lines and trainer.is_global_zero and self._silence.seconds > SILENCE_SECONDS:
             self._silence.restart()
             print(f"{what}, batch {batch_idx + 1}/{total}", flush=True)

@@ -1,4 +1,4 @@
-"""All runs of an experiment: planned, done several at a time, and never done twice.
+"""All runs of an experiment: planned, run in parallel, and never repeated.
 
 Each run is a process of its own, so a crash takes one run down and not the others, and several
 share a device. What is finished is kept, what was killed goes on from its last checkpoint. Data are

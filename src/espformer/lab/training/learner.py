@@ -220,7 +220,7 @@ class Learner(LightningModule):
                 self.log(f"{stage}/{name}", value, prog_bar=stage != "test")
 
     def log_loss(self, loss: Tensor) -> None:
-        """Log the loss of a step, when it is time to: the others are not even looked at."""
+        """Log the loss of every few steps; reading every loss would synchronise the device."""
         if (self.trainer.global_step + 1) % LOG_EVERY == 0:
             self.log("step_loss", loss.detach(), prog_bar=True, on_step=True, on_epoch=False)
 

@@ -143,7 +143,7 @@ def _gpu_is_lost() -> bool:
 
 
 def _end_with_parent() -> None:
-    """Stop when the process that started the runs is gone: nobody would look after this one."""
+    """Stop when the process that started the runs has ended."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])

@@ -15,8 +15,8 @@ from espformer.lab.recipes.yaml_schema import plain
 
 # Where descriptions hold the arguments that were given, and no others.
 _GIVEN = (("mechanism",), ("model",), ("data", "set"))
-# What runs had that do not say it. Then:
-# keys that may differ between two attempts at one run: they change who computes, not what.
+# Defaults for old runs that do not state these keys. Then: keys that may differ between two
+# attempts at one run, because they change only where it is computed.
 _FORMER = (("temperature_unit", "absolute"), ("slicer", "axis"))
 _WHERE = (
     ("data", "workers"), ("data", "directory"), ("trainer", "accelerator"), ("trainer", "devices"),

@@ -1,4 +1,6 @@
-"""How long things take: one attention layer, a training step beside softmax's, a whole run."""
+"""Timing: one attention layer, a training step compared with softmax, and estimates for whole
+runs.
+"""
 
 import contextlib
 import dataclasses
@@ -37,8 +39,8 @@ _DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "64-true": tor
 def time_mechanism(run: TimingRun) -> dict[str, Any]:
     """Time an attention layer in self-attention, the paper's wall-clock comparison.
 
-    The error of the row and column sums stands beside the milliseconds: a faster layer that
-    computes something else shows there.
+    The error of the row and column sums is reported with the milliseconds, so that a fast but wrong
+    layer is noticed.
     """
     torch.manual_seed(run.seed)
     if run.accelerator == "gpu" and not torch.cuda.is_available():

@@ -1,4 +1,6 @@
-"""One run, from its description to `results.json`: started, continued, or found finished."""
+"""One run, from its configuration to `results.json`: starts it, resumes it, or returns its
+results.
+"""
 
 import contextlib
 import dataclasses
@@ -429,7 +431,7 @@ def _callback(trainer: Trainer, kind: type[T]) -> T:
 
 
 def _quiet() -> None:
-    """Lightning's greetings and advice for other people's loops."""
+    """Silences Lightning's messages that do not apply here."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     for message in (

@@ -30,8 +30,8 @@ from espformer.ops.common.masks import zero_padding
 
 __all__ = ["sinkhorn_matrix", "sinkhorn_normalize", "sinkhorn_output"]
 
-# Potential of a token that takes no part. Finite, so that a sequence without any token gives
-# numbers to be thrown away rather than inf - inf; far enough that its exponential is exactly zero.
+# Potential of a masked token. It is finite, so that an empty sequence gives finite numbers (which
+# are discarded) instead of inf - inf, and so low that its exponential is exactly zero.
 _ABSENT = -1e30
 
 

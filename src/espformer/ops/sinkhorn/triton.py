@@ -1,8 +1,7 @@
-"""Sinkhorn attention that streams: no N×M matrix in memory, on GPUs.
+"""Streaming Sinkhorn attention for GPUs, without an N×M matrix in memory.
 
-The torch twin is :func:`espformer.ops.sinkhorn.torch.sinkhorn_output`. Scores are made again in
-tiles by the tensor cores in every pass; what is kept between passes is one number per token and
-update.
+The torch twin is :func:`espformer.ops.sinkhorn.torch.sinkhorn_output`. Every pass recomputes the
+scores in tiles on the tensor cores. Between passes, one number per token and update is stored.
 
 **Forward.** ``C = scale/ε · Q Kᵀ``. From ``p_0 = 0`` (a number per key), update u = 1 … S makes
 
@@ -13,9 +12,9 @@ with f, g the last potential of either side and r = 1 after an odd number of upd
 even one. After an odd number the last update and the product with V are the same pass (f is what
 normalises its rows): S passes over the scores in all, otherwise S + 1. All is done in base 2.
 
-A token that takes no part has the potential `NO_POTENTIAL`, on whichever side it is, and so has one
-without partners: its exponentials are zero, and there is no other masking. Masks are arbitrary over
-tokens, not only lengths. Columns beyond the last are loaded as such.
+A masked token of either side, and a token without partners, has the potential `NO_POTENTIAL`. Its
+exponentials are zero, so no other masking is needed. Masks are arbitrary over tokens, not only
+lengths. Columns beyond the last are loaded as such.
 
 **Backward.** Through the S updates, one by one, as autograd differentiates the torch twin. Let bars
 be gradients and ``S^u_ij = exp(C_ij + p_u + p_{u-1})``, whose rows sum to one for odd u, else its
@@ -41,13 +40,14 @@ columns.
    inputs X and Y are split into high and low halves (high·high + high·low + low·high, rank 3S): 16
    bits alone would leave an error that is common to a whole row.
 
-   Where potentials moved by more than 2^24 between updates (ε small), the factors would overflow;
-   such heads are taken by a second launch of the same kernel that adds the updates exponential by
-   exponential, and skipped by the first, each by a number in memory, without asking the host.
+   If potentials change by more than 2^24 between updates (small ε), the factors would overflow. The
+   first launch skips such heads, and a second launch of the same kernel sums their updates with one
+   exponential each. Both read a flag in device memory, so the host is not involved.
 
 Passes over the scores, S odd and above 1: S forward; 1 + (S - 2) + 2 backward. Kept: S numbers per
-token; during the backward as many for their gradients, and the factors (3S halves). No atomics: the
-same numbers on every run. No host synchronisation: it can be captured in a CUDA graph.
+token; during the backward as many for their gradients, and the factors (3S halves). There are no
+atomics, so results are deterministic, and no host synchronisation, so calls can be captured in a
+CUDA graph.
 
 **Precision.** Scores, potentials and sums are float32. 16-bit inputs are multiplied by the tensor
 cores as they are; weights are rounded to the dtype of the values before they multiply them. float32
@@ -96,9 +96,9 @@ class Tile:
     stages: int
 
 
-# By kernel: for heads up to 64, 128 and 256 wide, chosen by what ptxas says of registers, so that
-# nothing spills and as many programs share a multiprocessor as can. docs/kernel-experiments.md has
-# the figures.
+# By kernel, for heads up to 64, 128 and 256 wide. The sizes were chosen from the register counts of
+# ptxas, so that nothing spills and as many programs as possible share a multiprocessor.
+# docs/kernel-experiments.md has the figures.
 HALVES: dict[str, tuple[Tile, Tile, Tile]] = {
     "potential": (Tile(128, 64, 4, 3), Tile(128, 64, 4, 2), Tile(128, 32, 4, 2)),
     "output": (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 32, 8, 2)),
@@ -141,8 +141,8 @@ def constants(
         "BLOCK_D": max(SMALLEST, power_of_2(dim)),
         "ROWS": chosen.rows,
         "COLUMNS": chosen.columns,
-        # Three products of tensor cores are as good as one of float32, and faster; their operands
-        # are split in registers, which wide heads do not have.
+        # Three TF32 products are as accurate as one in float32, and faster. Their operands are
+        # split in registers, of which wide heads do not have enough.
         "PRECISION": "tf32x3" if not halves and widest <= 64 else "ieee",
         "num_warps": chosen.warps,
         "num_stages": chosen.stages,
@@ -232,7 +232,7 @@ def output_kernel(
 ):  # fmt: skip
     """``out_i = ratio · Σ_j 2^(scale q_i·k_j + f_i + g_j) v_j``.
 
-    Where the rows come last, f is what normalises them: it is found on the way and stored.
+    If the last update is over rows, f normalises them; it is computed in the same pass and stored.
     """
     head, rows = program_rows(N, ROWS)
     q = load_rows(q_ptr, head, rows, N, D, BLOCK_D)
@@ -774,7 +774,7 @@ sinkhorn_forward.register_autograd(_backward, setup_context=_setup)
 
 
 def supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernels can do it: no float64, and heads that are not too wide."""
+    """Whether the kernels support the problem: no float64, and heads up to 256 wide."""
     widest = max(query.shape[-1], value.shape[-1])
     return torch.float64 not in (query.dtype, key.dtype, value.dtype) and widest <= WIDEST
 

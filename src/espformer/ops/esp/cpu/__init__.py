@@ -13,7 +13,7 @@ from espformer.ops.esp.cpu import number_operators, operators, sort_operators
 from espformer.ops.esp.options import ESPOptions
 from espformer.ops.esp.problem import Problem
 
-FAR = 128.0  # bandwidths, over which exp(-x) falls below every float32 number
+FAR = 128.0  # in bandwidths; at this distance exp(-x) underflows in float32
 
 
 def attend(problem: Problem, value: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
     if problem.options.inverse_temperature and problem.options.cost_exponent != 2:
         # The kernels weigh slices by mean squared distances alone.
         return zero_padding(linear.attend(problem, value) + marker, problem.query_mask)
-    # A head that holds NaN computes with zeros: kernels share room to work in.
+    # A head with NaN is computed with zeros, because heads share a workspace.
     query, key = (x.masked_fill(marker.isnan(), 0) for x in (problem.query, problem.key))
     problem = replace(problem, query=query, key=key).scaled()
     value = value.to(problem.dtype)
@@ -35,7 +35,7 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
         else problem.in_units(x.contiguous(), None if mask is None else mask.unsqueeze(1))
         for side, x, mask in zip(("query", "key"), problem.projections(), masks, strict=True)
     )
-    if options.hard:  # no gradient reaches the numbers that are sorted
+    if options.hard:  # a hard sort gives the sorted numbers no gradient
         query_points, key_points = query_points.detach(), key_points.detach()
         inv_bandwidth = inv_bandwidth.detach()
         if not options.inverse_temperature:
@@ -51,13 +51,13 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
 
 
 def _far_apart(points: Tensor, inv_bandwidth: Tensor) -> Tensor:
-    """Points of an `identity_side`: in order, and so far from each other that nothing mixes."""
+    """Points of an `identity_side`: in order, and so far apart that nothing mixes."""
     ranks = torch.arange(points.shape[-1], device=points.device, dtype=points.dtype)
     return (ranks * (FAR / inv_bandwidth.detach()).view(-1, 1, 1)).expand(points.shape)
 
 
 def _slice_logits(problem: Problem, points: Tensor) -> Tensor | None:
-    """What is added to -τ D, (batch, L): learnt preferences, and -∞ where slices are dropped."""
+    """The logits that are added to -τ D, (batch, L): learnt ones, and -∞ for dropped slices."""
     logits = problem.slice_logits
     if problem.keep is not None:
         logits = points.new_zeros(()) if logits is None else logits
@@ -78,8 +78,8 @@ def mix(
 ) -> Tensor:  # fmt: skip
     """``A V``, or ``Aᵀ V`` if `back`, with A the soft sort of numbers: (batch, N, d).
 
-    Numbers (batch, N) and values are of one dtype; ranks, or tokens, that take no part get zeros.
-    A row of numbers that holds NaN or an infinity is all NaN, and so are its gradients.
+    Numbers (batch, N) and values have one dtype; masked ranks or tokens get zeros. If a row of
+    numbers contains NaN or an infinity, its result and its gradients are all NaN.
     """
     t = options.sort_temperature
     if not isinstance(t, Tensor):

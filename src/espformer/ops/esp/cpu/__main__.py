@@ -1,6 +1,7 @@
 """Compiles the kernels that most calls need, ahead of time: ``python -m espformer.ops.esp.cpu``.
 
-They are compiled at their first call otherwise, for some seconds each, and kept on disk either way.
+Otherwise each is compiled at its first call, which takes some seconds. Both ways, the result is
+cached on disk.
 """
 
 from __future__ import annotations

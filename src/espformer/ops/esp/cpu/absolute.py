@@ -4,8 +4,8 @@ With ``a_n = exp(-(s_n - s_{n-1}) / t)``, one scan to the right and one to the l
 
     f_n = a_n f_{n-1} + x_n,    b_n = a_{n+1} (b_{n+1} + x_{n+1}),    (κx)_n = f_n + b_n.
 
-A scan starts anew every `BLOCK` ranks, and what came before is added with the decay from there: in
-float32 the errors of thousands of additions, one after the other, would show.
+A scan restarts every `BLOCK` ranks, and the previous blocks are added with their decay: in float32
+the errors of thousands of successive additions would be visible.
 
 Rows are blocks of `lanes` columns, one after the other in a flat array: row i starts at
 ``i * width``. A hard sort is the same with ``a_n`` zero, or one where numbers are equal.
@@ -24,9 +24,9 @@ BLOCK = 64
 def set_decays(points, n, inv_bandwidth, hard, average, decays):  # type: ignore[no-untyped-def]
     """``decays[i] = exp(-(points[i] - points[i - 1]) · inv_bandwidth)``.
 
-    A hard sort is the limit of zero temperature: nothing decays between equal numbers if they
-    share (`average`), and nothing is left of all others. There is room for multiples of 16.
-    Gives back whether any two numbers are equal.
+    A hard sort is the limit of zero temperature: the decay is one between equal numbers if they
+    share a rank (`average`), and zero otherwise. The array is padded to a multiple of 16. Returns
+    whether any two numbers are equal.
     """
     stand_alone()
     decays[0] = 0
@@ -110,7 +110,7 @@ def multiply_with_slope(kappa, x, order, scale, y, slope, lanes):  # type: ignor
 def multiply_with_slope_of_ties(kappa, x, order, scale, y, slope, lanes):  # type: ignore[no-untyped-def]
     """The same where numbers are equal: between these the derivative is zero.
 
-    They must not push each other apart by the order they happen to stand in.
+    The order of equal numbers is arbitrary and must not change their gradients.
     """
     stand_alone()
     n, points, decays = kappa.n, kappa.points, kappa.decays
@@ -164,7 +164,8 @@ def _sum_of_equal(points, last, x, order, scale, lanes):  # type: ignore[no-unty
 def multiply_column(kappa, x, y):  # type: ignore[no-untyped-def]
     """``y = κ x`` for one number per rank; the two scans run side by side.
 
-    Until they meet each writes, afterwards it adds to what the other has written.
+    Each scan writes its results until the two pass each other, and adds to those of the other
+    afterwards.
     """
     stand_alone()
     n, decays = kappa.n, kappa.decays
@@ -198,15 +199,15 @@ def multiply_column(kappa, x, y):  # type: ignore[no-untyped-def]
 def multiply_column_with_slope(kappa, x, y, slope):  # type: ignore[no-untyped-def]
     """``y = κ x`` and its derivative in ``s_n · inv_bandwidth``, for one number per rank.
 
-    As `multiply_column`; between equal numbers the derivative is zero. States are in float64: as
-    fast for single numbers, and thousands of additions leave no error behind.
+    As `multiply_column`; between equal numbers the derivative is zero. States are in float64, which
+    is as fast for single numbers and accurate over thousands of additions.
     """
     stand_alone()
     n, points, decays = kappa.n, kappa.points, kappa.decays
     below, at_left, above, at_right = 0.0, 0.0, 0.0, 0.0
     for i in range(n):
         j = n - 1 - i
-        # Equal numbers share, unless a hard sort keeps them apart: then nothing is left of them.
+        # Equal numbers share a rank, unless a hard sort separates them: then the decay is zero.
         if i > 0 and (points[i] != points[i - 1] or decays[i] == 0):
             below, at_left = decays[i] * (below + at_left), 0.0
         if i > 0 and (points[j] != points[j + 1] or decays[j + 1] == 0):

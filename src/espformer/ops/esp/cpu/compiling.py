@@ -1,4 +1,4 @@
-"""How kernels are compiled: once, kept on disk where that is possible, without Python's lock."""
+"""Compilation of kernels: once, cached on disk if possible, without the GIL."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from numba.core import event, types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.extending import intrinsic
 
-# Arrays are not counted: kernels are given all the room that they need, and keep nothing. Counting
-# took longer than the work on short sequences, and is done with locks that threads wait for.
+# No reference counting of arrays: kernels get all the memory they need and keep no references. For
+# short sequences counting would take longer than the work, and its locks would block threads.
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}
 OPTIONS["no_cfunc_wrapper"] = True
 
 
 def _source_stamp() -> str:
-    """What all files of this package amount to: kernels contain functions of several of them."""
+    """A hash of all source files of this package, because a kernel contains functions of several
+    files.
+    """
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
@@ -36,9 +38,9 @@ STAMP = _source_stamp()
 class _KernelCache(FunctionCache):
     """Numba's cache on disk, with a file for every signature and state of the sources.
 
-    Numba itself looks at the time of one source file only, and keeps one index for all signatures,
-    which two processes that compile at a time can spoil for each other. What cannot be read is
-    compiled again, and what cannot be written is not kept.
+    Numba's own cache checks the date of one source file only, and keeps one index for all
+    signatures, which two processes that compile at the same time can corrupt. Entries that cannot
+    be read are compiled again; entries that cannot be written are not cached.
     """
 
     def _choose_file(self, sig: Any) -> None:
@@ -65,8 +67,8 @@ class _KernelCache(FunctionCache):
 def kernel(function: Callable[..., Any]) -> Any:
     """Compiles a function at its first call, and keeps what was compiled for later processes.
 
-    Nothing is kept where no directory can be written to. Divisions follow IEEE 754, and no rule of
-    floating point is relaxed: a head that holds NaN must not touch its neighbours.
+    If no directory is writable, nothing is cached. Divisions follow IEEE 754 and fast-math is off:
+    a head with NaN must not affect its neighbours.
     """
     dispatcher = numba.njit(**OPTIONS)(function)
     with contextlib.suppress(RuntimeError):  # numba found no directory for its cache
@@ -75,7 +77,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def part(function: Callable[..., Any]) -> Any:
-    """A function that kernels call, and Python does not; it is compiled with them."""
+    """A function that is called by kernels only, and compiled with them."""
     return numba.njit(no_cpython_wrapper=True, **OPTIONS)(function)
 
 
@@ -89,10 +91,10 @@ def relaxed(*flags: str) -> Callable[[Callable[..., Any]], Any]:
 
 @intrinsic
 def stand_alone(typingctx):  # type: ignore[no-untyped-def]
-    """Keeps the function that it stands in from being copied into its callers.
+    """Keeps the enclosing function from being inlined into its callers.
 
-    A loop over rows that is called from several places is then compiled once for all of them,
-    which takes half of the time; what a call costs is nothing beside the loop.
+    A loop over rows that is called from several places is then compiled only once, which halves the
+    compile time. The cost of a call is negligible compared with the loop.
     """
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -103,7 +105,7 @@ def stand_alone(typingctx):  # type: ignore[no-untyped-def]
 
 
 class _Announcer(event.Listener):
-    """Says, once in a process, what a first call waits for, if it waits for over a second."""
+    """Prints once per process that kernels are being compiled, if this takes more than a second."""
 
     PATIENCE = 1.0
 

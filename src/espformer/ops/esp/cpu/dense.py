@@ -1,9 +1,9 @@
 """Kernels of short sequences as matrices: ranks by tokens, of a few dozen numbers each.
 
-``κ[r, i] = k(|s_r - x_i| · inv_bandwidth)`` of the sorted numbers s and the numbers x of all
-tokens, which stand where they stand: nothing is gathered. The numbers of tokens that take no part
-are infinite, and so is what fills up a row: their columns are zero. A matrix is a flat array, whose
-rows and columns are filled up to `stride`, a multiple of eight.
+``κ[r, i] = k(|s_r - x_i| · inv_bandwidth)`` for the sorted numbers s and the numbers x of all
+tokens in token order, so nothing is gathered. The numbers of masked tokens and of padding are
+infinite, so their columns are zero. A matrix is a flat array whose rows and columns are padded to
+`stride`, a multiple of eight.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DenseKappa(NamedTuple):
 
 @part
 def spread_out(x, order, n, fallback, stride, y):  # type: ignore[no-untyped-def]
-    """Numbers by rank to numbers by token; what takes no part is `fallback`."""
+    """Numbers by rank to numbers by token; masked tokens get `fallback`."""
     for i in range(stride):
         y[i] = fallback
     for i in range(n):
@@ -73,9 +73,9 @@ def scale_rows(matrix, scale, n, stride, out):  # type: ignore[no-untyped-def]
 
 @part
 def set_rows(numbers, points, n, inv_bandwidth, squared, stride, known, scale, matrix):  # type: ignore[no-untyped-def]
-    """``diag(scale) κ`` whose rows sum to one; the scales are found unless they are known.
+    """``diag(scale) κ``, whose rows sum to one; the scales are computed unless they are given.
 
-    Sums of all rows come before the first division: nothing waits for it.
+    All rows are summed before the first division, so that no sum waits for a division.
     """
     stand_alone()
     number = numbers.dtype.type
@@ -125,7 +125,8 @@ def multiply_column(kappa, x, y):  # type: ignore[no-untyped-def]
 def multiply(left, row_step, step, right, count, rows, columns, out):  # type: ignore[no-untyped-def]
     """``out[i, :] = Σ_k left[i · row_step + k · step] right[k, :]``, with k up to `count`.
 
-    Eight rows of eight columns at a time, which stay in registers: rows are filled up to eights.
+    Blocks of eight rows and eight columns stay in registers; rows are padded to a multiple of
+    eight.
     """
     stand_alone()
     zero = fill(out.dtype.type(0), EIGHT)
@@ -235,7 +236,7 @@ def couple(matrix, targets, sources, weights, rows, stride, out):  # type: ignor
     stand_alone()
     clear(out, rows * stride)
     for i in range(len(weights)):
-        if weights[i] != 0:  # else one of the two may be padding
+        if weights[i] != 0:  # with weight zero, one of the two may be padding
             to, place = targets[i] * stride, sources[i] * stride
             for j in range(0, stride, 8):
                 row = load(out, to + j, EIGHT)

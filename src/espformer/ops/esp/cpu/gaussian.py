@@ -2,8 +2,9 @@
 
 The torch twin is :mod:`espformer.ops.esp.sorted_kernel`. Ranks are cut into chunks. Inside one the
 kernel is exact, and between chunks it is ``Re Σ_r w_r exp(-p_r x)`` with one state per pole and
-side, measured at the first number of a chunk (from the left) or at its last (from the right).
-All coefficients of a rank stand in one row, so that a chunk of the product is a small matrix,
+side, evaluated at the first number of a chunk (from the left) or at its last (from the right). All
+coefficients of a rank are stored in one row, so that the product with a chunk is a small matrix
+product,
 
     y = M · (rows of the chunk, states from both sides),
 
@@ -43,7 +44,7 @@ NEGLIGIBLE = -41.4  # exp of less: see `exponentials.NEGLIGIBLE`
 
 
 class Layout(NamedTuple):
-    """How the coefficients of n ranks stand in one flat array."""
+    """The layout of the coefficients of n ranks in one flat array."""
 
     chunk: int  # ranks in a chunk
     padded: int  # as many columns, in eights
@@ -66,7 +67,9 @@ def layout_of(n, lanes):  # type: ignore[no-untyped-def]
 
 
 def room_for(count: int, poles: int, width: int) -> tuple[int, int]:
-    """Numbers that the coefficients of up to `count` ranks take, and what products need beside."""
+    """The size of the coefficients of up to `count` ranks, and of the scratch memory of
+    products.
+    """
     states = 2 * poles
     stride = max(SHORT + 8, CHUNK + states)
     coefficients = 2 * (count + 4) * stride + count * states + (count // CHUNK + 2) * 2 * states
@@ -97,7 +100,7 @@ def _weigh(table, weights, lanes, re, im, out, at):  # type: ignore[no-untyped-d
 
 @part
 def set_chunks(table, lanes, points, n, inv_bandwidth, with_slope, coefficients, here):  # type: ignore[no-untyped-def]
-    """The coefficients of every rank, and what is left of states from chunk to chunk.
+    """The coefficients of every rank, and the decays of states from chunk to chunk.
 
     `here` is room for the numbers of one chunk.
     """
@@ -127,7 +130,8 @@ def set_chunks(table, lanes, points, n, inv_bandwidth, with_slope, coefficients,
                 left = (points[i] - first) * inv_bandwidth
                 right = (last - points[i]) * inv_bandwidth
                 re, im = _waves(table, lanes, left, right)
-                # What a rank sends to the right goes by its last number, which the right reads by.
+                # The state that goes right is evaluated at the last number, so it takes the decays
+                # over `right`: the halves are swapped.
                 place = at.into + i * at.states
                 store(coefficients, place, swap_halves(re))
                 store(coefficients, place + half, swap_halves(im))
@@ -185,7 +189,9 @@ def _combine(matrix, start, first_row, stride, rows, z, y, lanes):  # type: igno
 
 @part
 def _add(x, y):  # type: ignore[no-untyped-def]
-    """``x + y``, and what rounding took from it: thousands of chunks add to one state."""
+    """``x + y`` and its rounding error (compensated summation), since thousands of chunks add to a
+    state.
+    """
     found = x + y
     back = found - x
     return found, (x - (found - back)) + (y - back)
@@ -193,7 +199,8 @@ def _add(x, y):  # type: ignore[no-untyped-def]
 
 @part
 def _hand_on(coefficients, at, start, end, index, offset, z, state, lanes):  # type: ignore[no-untyped-def]
-    """What the next chunk receives: ``near hop · inflow + far hop · state``, for one of the sides.
+    """The state that the next chunk receives, ``near decay · own sum + far decay · state``, for one
+    side.
 
     The poles of a side are the columns ``[offset, offset + states / 4)`` of the real parts, and as
     many of the imaginary ones; `state` holds real parts, then imaginary ones, and then of both what

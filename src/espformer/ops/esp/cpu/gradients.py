@@ -1,4 +1,4 @@
-"""Gradients of the plans of slices, by the same recurrences, computing everything again.
+"""Gradients of the plans of slices, by the same recurrences; everything is recomputed.
 
 Output and costs are sums of one bilinear form of rows X of queries and Y of keys,
 
@@ -61,14 +61,14 @@ class SideGradient(NamedTuple):
     inv_bandwidth: np.ndarray  # (batch, L)
 
 
-# Rows of the room for one block: κ_q q_in X and its slope, κ_k k_in Y and its slope, what the
-# coupling makes of them, and the product with an upstream gradient and its slope.
+# Rows of the workspace for one block: κ_q q_in X and its slope, κ_k k_in Y and its slope, both
+# after the coupling, and the product with an upstream gradient and its slope.
 LEFT, LEFT_SLOPE, RIGHT, RIGHT_SLOPE, FROM_LEFT, FROM_RIGHT, PRODUCT, PRODUCT_SLOPE = range(8)
 
 
 @part
 def form_gradient(plan, x, y, weight, settings, rows, numbers, unit, slopes, outs, lanes):  # type: ignore[no-untyped-def]
-    """Of ``weight F_l(X, Y)`` of one block, what can be said of the products with X and Y.
+    """Gradients of ``weight F_l(X, Y)`` of one block with respect to the products with X and Y.
 
     Adds to `slopes` and `outs`, one for either side. Leaves the upstream gradients in the rows
     FROM_LEFT (e) and FROM_RIGHT (h), with their scales in `numbers`. Gives back F_l(X, Y).
@@ -89,7 +89,7 @@ def form_gradient(plan, x, y, weight, settings, rows, numbers, unit, slopes, out
         couple(right, plan.k_out, plan.pairs, rows[FROM_RIGHT], n, lanes)
         couple_back(left, plan.q_out, plan.pairs, rows[FROM_LEFT], m, lanes)
         e_rows, h_rows, met_left, met_right = rows[FROM_LEFT], rows[FROM_RIGHT], unit, unit
-    # Rows that have met no coupling have not met the scale of their own side yet.
+    # The coupling multiplies rows by the scale of their own side; without one this is still to do.
     for i in range(m):
         e_scale[i] = met_left[i] * plan.k_out[i]
     for i in range(n):
@@ -157,7 +157,7 @@ def plans_gradient(
             pack(y[head], centre[head], y_blocks, lanes)
         for l in range(l0, l1):
             forms[head, l] = 0
-            # A slice without weight, dropped or dear, has no gradient.
+            # A slice with weight zero (dropped, or very costly) has no gradient.
             if not takes_part or weights[head, l] == 0:
                 continue
             plan = plan_of(settings, queries, keys, pairs, head, l, room)
@@ -186,13 +186,14 @@ def plans_gradient(
         unpack(d_y_blocks, d_y[head], lanes)
 
 
-# Rows of the room for what is one number per rank, on either side: ‖x‖² of the tokens and its
-# gradient, A1, what ranks receive of the other side's A1 and its gradient, and rooms.
+# Rows of the workspace for one number per rank, on each side: ‖x‖² of the tokens and its gradient,
+# A1, the other side's A1 after the coupling and its gradient, and scratch.
 SQUARES, D_SQUARES, SUMS, MET, D_MET, AT_RANK, MIXED, D_SCALE = range(2, 10)
 
-# Pairs (x, p) of products κx and their upstream gradients, which pull at the points, are columns of
-# one row: first all x, then all p. They are the balancing steps and where these start, or the
-# normalisation; squares and row sums are the last two. There is room for their products and slopes.
+# Pairs (x, p) of operands of κ and their upstream gradients, which contribute to the gradient of
+# the points, are columns of one row: first all x, then all p. They are the balancing steps and
+# their start, or the normalisation; squares and row sums are the last two. There is space for their
+# products and slopes.
 PAIRS, PAIR_PRODUCTS, PAIR_SLOPES = range(3)
 PAIR_LANES = {False: LANES[8], True: LANES[32]}  # by whether there are balancing steps
 
@@ -236,7 +237,9 @@ def sums_gradient(kappa, scale_in, scale_out, columns, pairs, d_sums, d_out, d_i
 def scales_gradient(
     kappa, scale_out, balanced, exponents, unit, columns, pairs, steps, d_out, d_in, lanes
 ):  # type: ignore[no-untyped-def]
-    """From the gradient of the scales to pairs that pull at the points."""
+    """From the gradient of the scales to pairs (x, p) that contribute to the gradient of the
+    points.
+    """
     width, half = 8 * len(lanes), 4 * len(lanes)
     if balanced:
         x, r = steps[0], steps[1]
@@ -268,7 +271,8 @@ def let_pairs_pull(kappa, order, pairs, slopes, ranks, unit, settings, d_points,
 def stretch(points, n, slopes):  # type: ignore[no-untyped-def]
     """``Σ_n s_n slopes_n``, the gradient of inv_bandwidth: all depends on ``s · inv_bandwidth``.
 
-    Forces add up to zero, so numbers may be counted from one among them; sums are in float64.
+    The slopes sum to zero, so the numbers can be taken relative to any one of them. Sums are in
+    float64.
     """
     stand_alone()
     middle, found = np.float64(points[n // 2]), 0.0
@@ -291,7 +295,7 @@ def finish_gradient(
     h0, h1, l0, l1, settings, queries, keys, pairs, query, key, centre, d_costs,
     q_grad, k_grad, d_query_points, d_key_points, d_query, d_key, room, lanes,
 ):  # type: ignore[no-untyped-def] # fmt: skip
-    """Gradients of what is one number per rank: squares, row sums, scales; then of the points.
+    """Gradients of all columns (squares, row sums, scales), then of the points.
 
     `d_costs` (batch, L) is empty without costs; `d_query` and `d_key` are added to.
     """

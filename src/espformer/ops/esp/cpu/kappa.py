@@ -1,8 +1,8 @@
 """The kernel matrix κ of the sorted numbers of one slice, and products with it, for both metrics.
 
-``κ[n, j] = k(|s_n - s_j| · inv_bandwidth)``. The metric is known when a kernel is compiled, by the
-lanes for its poles, of which the absolute one has none: who never asks for squared distances does
-not wait for their code.
+``κ[n, j] = k(|s_n - s_j| · inv_bandwidth)``. The metric is part of a kernel's type, through the
+lanes for its poles (the absolute metric has none). So code for the squared metric is compiled only
+if it is used.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def table_of(metric: str, dtype: torch.dtype) -> tuple[np.ndarray, tuple[int, ..
 class Kappa(NamedTuple):
     """κ of the n sorted numbers of one side of one slice.
 
-    Few fields: whatever is passed from function to function is compiled again and again.
+    It has few fields, because passing fields from function to function takes compile time.
     """
 
     n: int
@@ -67,7 +67,7 @@ def _is_squared(owner: Any) -> bool:
 
 
 def set_kappa(settings, points, n, inv_bandwidth, decays, coefficients, scratch):  # type: ignore[no-untyped-def]
-    """The kernel of n sorted numbers; what it consists of is written to the last three."""
+    """The kernel of n sorted numbers; its parts are written to the last three arguments."""
 
 
 @overload(set_kappa, jit_options=OPTIONS)

@@ -1,8 +1,8 @@
-"""What scales the kernel of sorted numbers to a soft sort: one number per rank.
+"""The scales that turn the kernel of sorted numbers into a soft sort: one number per rank.
 
 ``S = diag(out) κ diag(in)`` with ``out = 1/κ1``, ``in = 1`` (rows sum to one), or with ``out = in``
-from the Chebyshev steps of `balancing` (rows and columns do). These steps are differentiated one
-by one, as in torch: the gradient is that of what is computed, to the last digit.
+from the Chebyshev steps of `balancing` (rows and columns do). The steps are differentiated one by
+one, as in torch, so the gradient is exactly that of the computed function.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WIDE = LANES[16]
 
 @part
 def room(n):  # type: ignore[no-untyped-def]
-    """As many numbers, rounded up to whole vectors."""
+    """The size, rounded up to whole vectors."""
     return -(-n // 16) * 16
 
 
@@ -58,10 +58,11 @@ def balance_steps(kappa, ones, exponents, x, r, spare):  # type: ignore[no-untyp
 
 @part
 def balance_gradient(kappa, exponents, x, r, dx, spare, other, pairs, width, gradients):  # type: ignore[no-untyped-def]
-    """Goes back through `balance_steps` from ``dx``, which is overwritten.
+    """The backward pass of `balance_steps`, from ``dx``, which is overwritten.
 
-    Every product κx with an upstream gradient p is a pair of columns that pulls at the points: it
-    is written to `pairs`, rows of `width` numbers, the gradients after so many operands.
+    Every product κx with an upstream gradient p is a pair of columns that contributes to the
+    gradient of the points. Pairs are written to `pairs`, rows of `width` numbers: first the
+    operands, then the gradients.
     """
     stand_alone()
     n = kappa.n

@@ -1,4 +1,4 @@
-"""Soft sorts of rows: a plan one side of which is the identity, so that it is never formed.
+"""Soft sorts of rows. One side of the plan is the identity and is never formed.
 
 With κ of the sorted numbers of one row, ``o`` and ``i`` its scales and P the order, sorting and the
 way back are the two derivatives of one bilinear form of rows X of tokens and Y of ranks,
@@ -105,7 +105,7 @@ def sort_numbers(
 
 @part
 def spoil(rows, places, n):  # type: ignore[no-untyped-def]
-    """NaN at these places, and zero at all others."""
+    """Sets rows to NaN at these places, and to zero elsewhere."""
     stand_alone()
     for i in range(rows.shape[0]):
         for j in range(rows.shape[1]):
@@ -117,7 +117,7 @@ def spoil(rows, places, n):  # type: ignore[no-untyped-def]
 
 @part
 def spoil_gradients(order, places, n, rows_wanted, head, d_rows, d_numbers, d_temperatures):  # type: ignore[no-untyped-def]
-    """NaN for all that a row of numbers with NaN has a gradient of."""
+    """Sets all gradients of a row of numbers with NaN to NaN."""
     stand_alone()
     if rows_wanted:
         spoil(d_rows[head], places, n)

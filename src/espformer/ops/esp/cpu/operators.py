@@ -3,8 +3,8 @@
 - ``espformer::cpu_attend``: sorted numbers, slice costs, weights and output, in one call;
 - ``espformer::cpu_attend_backward``: all gradients of that.
 
-What the backward needs beside the inputs are the order, points and scales of every slice, O(L N),
-and the weights of the slices: they are outputs too.
+Besides the inputs, the backward pass needs the order, points and scales of every slice, O(L N), and
+the weights of the slices. They are outputs too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DIFFERENTIABLE = 7  # the first: query, key, value, points of both, inv_bandwidt
 
 
 def _lanes(width: int) -> tuple[int, ...]:
-    """Columns that are worked on at once: few more than there are."""
+    """Columns per block: 8, 16 or 32."""
     return LANES[8 if width <= 8 else 16 if width <= 16 else 32]
 
 
@@ -76,7 +76,7 @@ def _settings(
     )  # fmt: skip
 
 
-# Tokens up to which plans are matrices: 4 N³ multiplications against some dozens of N d.
+# Up to this many tokens plans are matrices: 4 N³ multiplications instead of some dozens of N d.
 SHORT = {"absolute": 32, "squared": 96}
 
 
@@ -105,14 +105,14 @@ def _run_short(
 def _zeros(like: Tensor, *shape: int) -> Tensor:
     """Zeros of a dtype, of the shape of `like` unless another is given.
 
-    Memory that is zero when it comes: torch would fill it with all its threads, which then keep
-    spinning on the cores that ours are about to use.
+    The memory comes zeroed from the system. torch would fill it with all its threads, which then
+    keep spinning on the cores that our threads are about to use.
     """
     return torch.from_numpy(np.zeros(shape or tuple(like.shape), _array(like).dtype))
 
 
 class _Work:
-    """One call, in shares: kernels run with the plans of a share, and room to work in."""
+    """One call, divided into shares for threads, each with its own workspace."""
 
     def __init__(
         self, settings: Settings, q_points: Tensor, k_points: Tensor, multiplications: int
@@ -130,8 +130,9 @@ class _Work:
     ) -> None:  # fmt: skip
         """Runs a kernel: settings, operands, what it adds to, room, and lanes.
 
-        `sums` have one part for every share of a head. There are lanes for the `rows` of `width`
-        columns, if it takes some, and for `pairs` that pull at the points.
+        `sums` have one part for every share of a head. There are lanes for `rows` of `width`
+        columns, if the kernel takes any, and for `pairs` that contribute to the gradient of the
+        points.
         """
         operands = tuple(_array(x) if isinstance(x, Tensor) else x for x in operands)
         row_lanes, pair_lanes = _lanes(width), gradients.PAIR_LANES[self.settings.balanced]
@@ -156,7 +157,7 @@ class _Work:
 def _pairs(
     coupling: str, lengths: tuple[Tensor, Tensor], rows: int, columns: int, dtype: torch.dtype
 ) -> Pairs:
-    """The non-zeros of the coupling; none if ranks meet one to one."""
+    """The non-zero entries of the coupling; none if ranks are matched one to one."""
     if coupling:
         found = couple(coupling, *lengths, rows, columns, dtype)
         return Pairs(_array(found.rows), _array(found.columns), _array(found.weights))
@@ -220,7 +221,7 @@ def attend(
 
 
 def _add_up(partial: Tensor) -> Tensor:
-    """The sum of what the shares of a head found, in their order."""
+    """The sum over the shares of a head, in a fixed order."""
     return partial[0] if len(partial) == 1 else partial.sum(0)
 
 
@@ -313,7 +314,9 @@ def attend_backward(
 
 
 def _nothing(like: Tensor) -> Tensor:
-    """A gradient that is not wanted; a new one each, since outputs of an operator may not alias."""
+    """An empty tensor for a gradient that is not needed; a new one each time, since outputs of an
+    operator must not alias.
+    """
     return like.new_empty(0)
 
 

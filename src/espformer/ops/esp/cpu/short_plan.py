@@ -58,7 +58,7 @@ Q_ROWS, K_ROWS, V_ROWS, OUT_ROWS, TURNED = range(5)  # of the room for rows of t
 
 
 class ShortRoom(NamedTuple):
-    """Arrays whose numbers mean nothing between two heads; all of them are finite."""
+    """Scratch arrays, reused from head to head; all their entries are finite."""
 
     keys: np.ndarray  # uint64: what is sorted, twice
     integers: np.ndarray  # (3, …): tokens, their order, counts
@@ -91,10 +91,10 @@ def new_short_room(
 
 @part
 def set_side(settings, side, head, l, known, room, which):  # type: ignore[no-untyped-def]
-    """Writes the soft sort of one side of a slice, whose numbers are in order, to LEFT or RIGHT.
+    """Writes the soft sort of one side of a slice, whose numbers are sorted, to LEFT or RIGHT.
 
-    It is ``diag(scale) κ``, or ``diag(scale) κ diag(scale)`` if balanced. The scales are found
-    unless they are known. Gives back κ, which is computed for balanced sorts alone.
+    It is ``diag(scale) κ``, or ``diag(scale) κ diag(scale)`` if balanced. The scales are computed
+    unless they are given. Returns κ, which is computed only for balanced sorts.
     """
     n, order, points = side.lengths[head], side.order[head, l], side.points[head, l]
     stride, inv_bandwidth, scale = room.stride, settings.inv_bandwidth[head], side.scales[head, l]
@@ -172,8 +172,8 @@ def attend_short(
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """The output (batch, N, d), which holds zeros, the weights of the slices and both sides.
 
-    Slices are weighed as they come: what was summed before is multiplied when a larger logit
-    appears.
+    Slices are weighted as they come (online softmax): the previous sum is rescaled when a larger
+    logit appears.
     """
     stride, width, matrices = room.stride, room.width, room.matrices
     mean, plan, size = matrices[MEAN], matrices[PLAN], room.stride * room.stride

@@ -1,10 +1,8 @@
 """Plans of slices applied to rows: what is sorted, what slices cost, and the output.
 
 In rank order ``N · U_l = A_lᵀ T B_l`` with ``A = diag(q_out) κ_q diag(q_in)``, and B likewise.
-Every kernel works on the heads ``[h0, h1)`` and the slices ``[l0, l1)`` alone: threads share these
-among each other. The torch twins are `slice_costs` and `apply_plans` of
-:mod:`espformer.ops.esp.linear`.
-"""
+Every kernel processes the heads ``[h0, h1)`` and the slices ``[l0, l1)``, which are divided among
+threads. The torch twins are `slice_costs` and `apply_plans` of :mod:`espformer.ops.esp.linear`."""
 
 from __future__ import annotations
 
@@ -189,7 +187,9 @@ def column_costs(plan, balanced, columns):  # type: ignore[no-untyped-def]
 
 @part
 def meet(plan, mid):  # type: ignore[no-untyped-def]
-    """The scale of ranks where both sides meet: both of theirs, or what the coupling left."""
+    """The scale between the two kernels: ``q_out · k_out``, or ``q_out`` if a coupling applied
+    ``k_out``.
+    """
     for i in range(plan.kappa_q.n):
         mid[i] = plan.q_out[i] if len(plan.pairs.rows) else plan.q_out[i] * plan.k_out[i]
 
@@ -200,7 +200,7 @@ def slice_costs(
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """``D_l = (1/n) Σ_n [(A‖q‖²) (TB1) + (TᵀA1) (B‖k‖²) - 2 (AQ) · (TBK)]``, (batch, L).
 
-    Both clouds are moved by `centre`, (batch, m), which changes no difference.
+    Both clouds are centred at `centre`, (batch, m), which changes no distance.
     """
     columns = room.columns[0]
     set_ones(columns[UNIT])

@@ -1,4 +1,4 @@
-"""The order of the numbers of one slice: stable, and several times as fast as a general sort.
+"""A stable sort of the numbers of one slice, several times as fast as a general sort.
 
 Of few numbers every one counts those below it, without a branch that could be mispredicted. Many
 are put into buckets of equal width, by a counting sort, and those that share a bucket are then
@@ -159,7 +159,7 @@ def _sort_by_bits(keys, order, spare, counts, n, digits):  # type: ignore[no-unt
         key = keys[i]
         for digit in range(digits):
             counts[256 * digit + np.int64((key >> np.uint64(8 * digit)) & np.uint64(255))] += 1
-    source, target = 0, n  # where in `keys` the numbers stand, and go
+    source, target = 0, n  # offsets in `keys` of the input and of the output of a pass
     for digit in range(digits):
         shift, base = np.uint64(8 * digit), 256 * digit
         if counts[base + np.int64((keys[source] >> shift) & np.uint64(255))] == n:

@@ -1,7 +1,7 @@
-"""Threads for kernels that are compiled without Python's lock: as many as torch has been told.
+"""Threads for kernels that release the GIL: as many as ``torch.get_num_threads()``.
 
-Each thread owns whole heads, or some slices of one, whose results are added up in their order: the
-same numbers come out every time.
+Each thread owns whole heads, or some slices of a head. Partial results are added in a fixed order,
+so results are deterministic.
 
 Where torch has GNU's OpenMP, the threads are those that torch computes with itself. After an
 operation these wait for the next one without going to sleep, for milliseconds: threads of our own
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Fewer multiplications than this are done before another thread has woken up.
+# With fewer multiplications than this, waking another thread takes longer than the work.
 WORTH_A_THREAD = 1 << 18
 
 

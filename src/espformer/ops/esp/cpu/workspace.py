@@ -1,4 +1,4 @@
-"""The room that kernels work in: one for every thread, made in Python."""
+"""The workspace of kernels: one per thread, allocated in Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DIGITS = 8 * 256  # counts of a sort by bytes
 
 
 class Workspace(NamedTuple):
-    """Arrays whose numbers mean nothing between two kernels."""
+    """Scratch arrays; their contents are not kept between kernels."""
 
     keys: np.ndarray  # uint64: what is sorted, twice
     integers: np.ndarray  # (4, tokens): tokens, their order, counts, ranks
@@ -61,7 +61,9 @@ def new_workspace(
 
 
 def _columns(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Numbers past the last rank are computed with, in whole vectors, though never looked at."""
-    found = np.zeros(shape, dtype)  # which takes no time where nobody writes
+    """Columns padded to whole vectors. Entries past the last rank are computed with, but not
+    used.
+    """
+    found = np.zeros(shape, dtype)  # unwritten pages cost nothing
     found[..., -32:] = 1
     return found

@@ -1,15 +1,15 @@
 """Products of κ with one column, for short sequences in the squared metric: no scans, no poles.
 
-The kernels of `normalise.py` and of `costs.py` scan a column once for every pole and direction.
-Complex poles are many instructions, and for a few hundred tokens the exponentials themselves are
-fewer: here a program makes κ of one slice, block by block, and sums along its rows,
+The kernels of `normalise.py` and `costs.py` scan a column once for every pole and direction.
+Complex poles take many instructions, and for a few hundred tokens computing κ itself takes fewer.
+So here a program computes κ of one slice, block by block, and sums along its rows,
 
     (κx)_n = Σ_j κ_nj x_j,        slope_n = Σ_j κ'_nj (u_n x_j + x_n u_j).
 
-Points are in order, so only blocks near the diagonal are visited (:func:`near_blocks`); where the
-temperature is low, these are few. The kernels take the same arguments as those that scan, whose
-launchers choose them where they :func:`fits`. The absolute metric has one real pole, and to scan it
-costs less.
+Points are sorted, so only blocks near the diagonal are visited (:func:`near_blocks`); at low
+temperatures these are few. The kernels take the same arguments as those that scan, and the
+launchers of those choose between the two (:func:`fits`). The absolute metric has one real pole, for
+which a scan is cheaper.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def kernel_and_gap(points_ptr, n, j, N, rate):
 def near_blocks(
     points_ptr, first, last, reach, N, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The blocks of ranks within reach of points from `first` to `last`: from the one to the other.
+    """The first and the last block of ranks within reach of points from `first` to `last`.
 
-    All, where points are NaN.
+    All blocks, if points are NaN.
     """
     start = tl.arange(0, BLOCKS) * BLOCK
     there = start < N

@@ -1,8 +1,8 @@
-"""Hard plans: tokens of equal rank meet, so a plan is one gather.
+"""Hard plans: tokens of equal rank are matched, so a plan is one gather.
 
 The torch twin is :class:`espformer.ops.esp.linear.HardMixing`.
 
-- ``espformer::match``: the token that each query meets, from two rankings;
+- ``espformer::match``: the key that each query is matched with, from two rankings;
 - ``espformer::apply_matching``: ``Σ_l weight_l V[match_l]``;
 - ``espformer::cross_matching``: ``Σ_i q_i · k[match_l(i)]`` for every slice;
 - ``espformer::matching_costs``: ``Σ_i ‖q_i - k[match_l(i)]‖²`` for every slice.
@@ -24,9 +24,9 @@ from espformer.ops.esp.problem import Problem
 from espformer.ops.esp.triton.primitives import program_rows
 from espformer.ops.esp.triton.sort import masked_lengths, match_points, rank_points
 
-# Rows are read many times over, once for every slice. Where the rows of a head fit in the cache of
-# a multiprocessor, which is several times faster than the one that all share, a program takes so
-# many tokens that it has a multiprocessor for itself. Where not, many small programs are better.
+# Every row is read once per slice. If the rows of a head fit in the L1 cache of a multiprocessor,
+# which is several times faster than L2, a program takes so many tokens that it has a multiprocessor
+# to itself. Otherwise many small programs are better.
 CACHE_BYTES = 160 << 10
 MOST_ROWS = 512
 MOST_BYTES = 64 << 10
@@ -55,7 +55,7 @@ def gather_kernel(
             tl.float32
         )
         index_ptr += N
-        # One slice ahead: a row's address waits for its index.
+        # Load the index one slice ahead: the address of a row depends on it.
         j = tl.load(index_ptr + i, mask=(i < N) & (slice + 1 < L), other=0)
         total += x * tl.load(weight_ptr + head * L + slice)
     rows = out_ptr + (head * N + i) * WIDTH
@@ -102,7 +102,7 @@ def pair_kernel(
 
 
 def _tiles(batch: int, tokens: int, width: int, bytes_each: int) -> tuple[int, dict[str, Any]]:
-    """How many programs share a head, and what each is made of."""
+    """The number of programs per head, and their launch configuration."""
     block_d = power_of_2(width)
     row = block_d * bytes_each
     most = min(MOST_ROWS, MOST_BYTES // row) if tokens * row <= CACHE_BYTES else FEW_ROWS
@@ -172,8 +172,8 @@ def compose_kernel(
 ):  # fmt: skip
     """``out[from_n] = to_n``.
 
-    Neighbouring programs write to the same row, so that the second-level cache gathers what they
-    scatter before it goes to memory.
+    Neighbouring programs write to the same row, so that the L2 cache combines their scattered
+    writes.
     """
     row = (tl.program_id(0) // BLOCKS).to(tl.int64) * N
     n = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
@@ -185,7 +185,8 @@ def compose_kernel(
 def match(order: Tensor, to: Tensor | None) -> Tensor:
     """The permutations ``to ∘ order⁻¹`` along the last dimension, in int32; None: the identity.
 
-    Of two rankings it is the key that each query meets, of one the rank of each token.
+    For two rankings this is the key that each query is matched with, for one the rank of each
+    token.
     """
     out = torch.empty_like(order)
     tokens = order.shape[-1]
@@ -295,7 +296,9 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
 
 
 def _matches(problem: Problem) -> tuple[Tensor, Tensor]:
-    """The key that each query meets, (batch, L, N) in int32, and the weights of a plain mean."""
+    """The key that each query is matched with, (batch, L, N) in int32, and the weights of a plain
+    mean.
+    """
     with torch.no_grad():  # a permutation has no gradient
         query, key, slices, scale = problem.query, problem.key, problem.slices, problem.scale
         masks = problem.query_mask, problem.key_mask

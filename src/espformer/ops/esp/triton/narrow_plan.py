@@ -1,29 +1,29 @@
 """Soft plans on narrow rows: recurrences from rank to rank, one lane per (head, slice, column).
 
 The torch twins are those of `soft_plan.py`, whose operators choose between the two
-(:func:`fits`). A chunk's κ costs the same however few columns it multiplies. Where rows are narrow
-and sequences are many, the recurrences that κ stands for cost less: with
+(:func:`fits`). A chunk's κ costs the same however few columns it multiplies. If rows are narrow and
+sequences are many, recurrences from rank to rank cost less than products with κ: with
 ``a_n = exp(-(s_n - s_{n-1}))``, in the absolute metric,
 
     before_n = a_n (before_{n-1} + x_{n-1}),    behind_n = a_{n+1} (behind_{n+1} + x_{n+1}),
     (κx)_n = before_n + x_n + behind_n,         (κ'x)_n = behind_n - before_n.
 
-A program walks three times along the ranks of a few slices, a lane per column:
+A program scans the ranks of a few slices three times, with one lane per column:
 
     to the right:   before_n of x;                        keeps before_n + x_n
     to the left:    behind_n of x, so W_n = mid_scale · (κ_k x)_n is known,
                     and behind_n of W on the other side;  keeps W_n and its behind_n
     to the right:   before_n of W, so (κ_q W)_n is known, which is added to its token.
 
-The backward walks with x from keys to queries and with g from queries to keys at once: at every
-rank both ``W = mid_scale · κ_k x`` and ``P = mid_scale · κ_q g`` are at hand, and
+The backward pass scans x (from keys to queries) and g (from queries to keys) together. At every
+rank both ``W = mid_scale · κ_k x`` and ``P = mid_scale · κ_q g`` are known, and
 
     slope of the queries' points:   W_n · (κ_q' g)_n + g_n · (κ_q' W)_n,
     gradient of `mid_scale`:        (κ_k x)_n · (κ_q g)_n,
     gradient of `query_scale`:      g_n · (κ_q W)_n  over `query_scale` of rank n,
 
-and the mirror image for the keys. Ranks of equal points are left out of κ' (``untied``): while the
-point stays the same, so does the sum.
+and the mirror image for the keys. Equal points are excluded from κ' (``untied``): this sum does not
+change while the point stays the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from espformer.ops.esp.triton.soft_plan import PlanGradients
 
 MOST_WIDTH = 16
-LEAST_PAIRS = 4096  # slices of heads that are worked on at once: fewer leave the GPU idle
+LEAST_PAIRS = 4096  # (head, slice) pairs; with fewer the GPU would be idle
 SCRATCH_BYTES = 1 << 29
 # Ranks whose loads do not wait for each other, in the forward and in the backward, and registers
 # of the backward: a few spill, and 16 warps share a multiprocessor instead of 12.
@@ -53,9 +53,10 @@ LANES = 32
 
 @triton.jit
 def step(sums, untied, row, gap, rate):
-    """Sums at the next rank, ``gap`` further on, when `row` stands at the one that is left.
+    """Sums at the next rank, at a distance ``gap``; `row` is the row of the rank that the scan
+    leaves.
 
-    All are (slices, columns); `untied` leaves out ranks of the same point.
+    All are (slices, columns); `untied` excludes ranks with the same point.
     """
     sums = exp2(tl.abs(gap) * -rate)[:, None] * (sums + row)
     return sums, tl.where((gap == 0)[:, None], untied, sums)
@@ -63,7 +64,7 @@ def step(sums, untied, row, gap, rate):
 
 @triton.jit
 def start_walk(G: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Sums, sums without ties, and the row that was left: nothing yet, and three values."""
+    """Initial values of a scan: sums, sums without ties, and the previous row, all zero."""
     shape: tl.constexpr = (G, BLOCK_D)
     return tl.zeros(shape, tl.float32), tl.zeros(shape, tl.float32), tl.zeros(shape, tl.float32)
 
@@ -72,8 +73,8 @@ def start_walk(G: tl.constexpr, BLOCK_D: tl.constexpr):
 def load_rank(x_ptr, order_ptr, scale_ptr, points_ptr, at: tl.constexpr, inside, columns, WIDTH):
     """At a rank of every slice: its point, its token, its scale, and the token's row.
 
-    All zero past the end. Pointers are those of every slice, `x_ptr` also of every column; the rank
-    is `at` from where they point to: what is known when it is compiled is no instruction.
+    All are zero past the end. Pointers are per slice, `x_ptr` also per column. The rank is the
+    offset `at`, a compile-time constant, which costs no instruction.
     """
     point = tl.load(points_ptr + at, mask=inside, other=0.0)
     token = tl.load(order_ptr + at, mask=inside, other=0)
@@ -108,7 +109,7 @@ def keep_sums_before(
     x_ptr, order_ptr, scale_ptr, points_ptr, out_ptr, N, there, columns, rate, WIDTH,
     G: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """The first walk: ``before_n + x_n`` of every rank to `out`."""
+    """The first scan: writes ``before_n + x_n`` of every rank to `out`."""
     before, _, row = start_walk(G, BLOCK_D)
     last = tl.load(points_ptr)
     for start in range(0, N, UNROLL):
@@ -454,11 +455,10 @@ def fits(
     shape: Shape, width: int, dtype: torch.dtype, metric: str,
     with_inv_bandwidth: bool = False,
 ) -> bool:  # fmt: skip
-    """Whether recurrences cost less: narrow rows of 16 bits, many slices, one real pole.
+    """Whether to use recurrences: for narrow 16-bit rows, many slices and one real pole.
 
-    The shape is that of points, (batch, slices, ranks). Errors of single steps add up, which
-    float32 rows would see. A gradient of the temperature, and sums whose order must not matter, are
-    left to the chunks.
+    The shape is that of points, (batch, slices, ranks). Errors of single steps add up, which would
+    matter for float32 rows. The gradient of the temperature and deterministic sums use chunks.
     """
     batch, slices, ranks = shape
     return (
@@ -472,7 +472,9 @@ def fits(
 
 
 def pairs_at_once(ranks: int, width: int, dtype: torch.dtype, backward: bool) -> int:
-    """How many slices of heads have scratch memory: two arrays of rows each, or four."""
+    """The number of (head, slice) pairs that fit in the scratch memory, with two or four arrays of
+    rows each.
+    """
     each = (4 if backward else 2) * ranks * width * dtype.itemsize
     return max(1, SCRATCH_BYTES // max(1, each))
 
@@ -481,7 +483,7 @@ def pairs_at_once(ranks: int, width: int, dtype: torch.dtype, backward: bool) ->
 def _launch(
     gradients: bool, batch: int, slices: int, ranks: int, keys: int, queries: int, width: int
 ) -> Launch:
-    """A program for as many slices as its lanes have columns for."""
+    """Launches a kernel; a program processes as many slices as fit in its lanes."""
     block_d = power_of_2(width)
     together = LANES // block_d
     pairs = batch * slices
@@ -543,7 +545,9 @@ class NarrowPlanKernels:
         )  # fmt: skip
 
     def _scratch(self, x: Tensor, arrays: int) -> list[Tensor]:
-        """Room for rows by rank, which are sums over many tokens: with the range of float32."""
+        """A buffer for rows by rank, in a type with the range of float32, since they are sums over
+        many tokens.
+        """
         dtype = self.dtype
         if dtype == torch.float16:
             dtype = torch.float32 if INTERPRETED else torch.bfloat16

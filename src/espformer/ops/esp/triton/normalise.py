@@ -9,24 +9,24 @@ goes from block to block. Per pole, with ``a_n = exp(-p (s_n - s_{n-1}))``,
     f_n = a_n (f_{n-1} + x_{n-1})  (rightwards),    b_n = a_{n+1} (b_{n+1} + x_{n+1})  (leftwards),
     (κx)_n = x_n + Re Σ_p w (f_n + b_n),             (κ'x)_n = Re Σ_p w p (b_n - f_n).
 
-Sums leave the rank itself out: far from all others, what they are is far below the last digit of x.
-The absolute metric leaves equal points out of κ' by scanning them apart, with decay one where the
-point stays and zero where it changes.
+The sums exclude the rank itself: for an isolated point they are far smaller than x, and would be
+lost in the rounding of a sum with x.
+In the absolute metric, a separate scan finds the contribution of equal points to κ' and removes it;
+its decay is one while the point stays the same and zero where it changes.
 
 **Balanced scales** are x with ``x · κx = 1``, in one launch, and their gradient in two. Damped
-steps lead to x (`espformer/ops/esp/balancing.py`). The gradient is that of where they lead, not of
-the steps, so nothing of them is kept: while ``x · κx`` stays one, a change of κ moves x by
+steps converge to x (`espformer/ops/esp/balancing.py`). The gradient is that of the fixed point, not
+of the steps, so no step is stored. Under the constraint ``x · κx = 1``, a change of κ changes x by
 
     (I + P) (dx / x) = -x · (dκ x),    P = diag(x) κ diag(x),
 
-and an upstream u asks for the solution of ``(I + P) v = x · u``. The spectrum of ``I + P`` lies in
-[1, 2], which is what made the exponents of the steps the best, and they are here too: with
-``a = x · v``
+and an upstream gradient u requires the solution of ``(I + P) v = x · u``. The spectrum of ``I + P``
+lies in [1, 2], so the same Chebyshev exponents are optimal here: with ``a = x · v``
 
     a ← a + ω (x² · (u - κa) - a)    from    a = 2/3 x² · u,
 
-and the gradient of the points is the slope of ``-aᵀ κ x`` (the kernel holds -a: that is what the
-slope is taken of). It differs from that of the steps by a few 1e-6.
+and the gradient of the points is the slope of ``-aᵀ κ x`` (the kernel stores -a, since the slope
+needs -a). It differs from the gradient of the steps by a few 1e-6.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from espformer.ops.esp.balancing import chebyshev_exponents
 from espformer.ops.esp.triton import dense_columns
 from espformer.ops.esp.triton.primitives import exponential_table, operands, rotation
 
-# Ranks that a scan takes at once: four warps' worth, or where there are so many scans that one warp
-# each fills the GPU, one's, which needs no barriers.
+# Ranks per block of a scan: for four warps; or for one warp, which needs no barriers, if there are
+# enough scans to fill the GPU.
 BLOCK, CROWDED_BLOCK, LEAST_BLOCK = 1024, 256, 32
 CROWD = 4096
 
@@ -102,9 +102,9 @@ def previous_ranks(n, N, REVERSE: tl.constexpr):
 
 @triton.jit
 def real_scan(u, x, a, left, carry, BOTH: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums of what came before, going on from a carry-in, and the carry-out; of x too if BOTH.
+    """Sums over the previous ranks, starting from a carry-in, and the carry-out; of x too if BOTH.
 
-    u and x are those of the ranks before, `left` is what is left of the carry-in at a rank.
+    u and x are those of the previous ranks; `left` is the decay of the carry-in at a rank.
     """
     if BOTH:
         _, f, g = tl.associative_scan((a, a * u, a * x), 0, real_steps, reverse=REVERSE)
@@ -151,7 +151,7 @@ def complex_scan(
 
 @triton.jit
 def pole_entry(TABLE: tl.constexpr, WHICH: tl.constexpr, pole, POLES: tl.constexpr):
-    """One of the four numbers that the table has for each pole: weight and pole, Re and Im."""
+    """One of the four table entries of a pole: weight and pole, Re and Im."""
     found = TABLE[WHICH]
     for i in tl.static_range(1, POLES):
         found = tl.where(pole == i, TABLE[4 * i + WHICH], found)
@@ -169,7 +169,7 @@ def zero_carry(BOTH: tl.constexpr, COMPLEX: tl.constexpr):
 
 @triton.jit
 def block_start(step, N, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
-    """The first rank of the block that a scan comes to in that step."""
+    """The first rank of the block of a scan step."""
     return (tl.cdiv(N, BLOCK) - 1 - step if REVERSE else step) * BLOCK
 
 
@@ -194,18 +194,18 @@ def scan_block(
     BOTH: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The part of one pole, in one direction, of κu, κx, κ'u and κ'x in one block of a scan.
+    """The contribution of one pole and direction to κu, κx, κ'u and κ'x, in one block of a scan.
 
-    The ranks themselves are left out, and u and x are those of the ranks before. Also returns the
-    carry-out. x and slopes are only looked at if BOTH.
+    The rank itself is excluded: u and x are those of the previous ranks. Also returns the
+    carry-out. x and slopes are used only if BOTH.
     """
     n = block_ranks(step, N, REVERSE, BLOCK)
     m, linked = previous_ranks(n, N, REVERSE)
     here = tl.load(points_ptr + tl.minimum(n, N - 1))
     there = tl.load(points_ptr + tl.maximum(tl.minimum(m, N - 1), 0))
     gap = tl.abs(here - there)
-    # The carry-in comes from the rank before the block. What is left of it at a rank follows from
-    # the points, not from all the steps in between, whose errors would add up.
+    # The carry-in comes from the rank before the block. Its decay at a rank is computed from the
+    # points, not step by step, because the errors of the steps would add up.
     edge = block_start(step, N, REVERSE, BLOCK) + (BLOCK if REVERSE else -1)
     to_edge = tl.abs(here - tl.load(points_ptr + tl.maximum(tl.minimum(edge, N - 1), 0)))
     if COMPLEX:
@@ -247,12 +247,12 @@ def scan_pole(
     REVERSE: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One pole in one direction; every scan but the first adds its share of ``κx`` to y.
+    """Scans one pole in one direction. Every scan except the first adds to y, which holds ``κx``.
 
     With p: of ``p · κ'x + x · κ'p`` to the slope instead.
 
-    Without x, x is one below `length` and zero from there on, and y becomes one over ``κx``, or
-    zero; with p, y is that already, and p its gradient, and x is one where y is not zero.
+    Without x, x is one up to `length` and zero beyond, and y becomes ``1 / κx``, or zero. With p, y
+    is given, p is its gradient, and x is one where y is not zero.
     """
     added = (pole > 0) | REVERSE
     carry = zero_carry(p_ptr is not None, COMPLEX)
@@ -283,7 +283,7 @@ def scan_column(
     points_ptr, x_ptr, p_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N, TABLE: tl.constexpr,
     POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every pole in both directions; then y, or the slope, is whole."""
+    """Scans every pole in both directions; afterwards y, or the slope, is complete."""
     for reverse in tl.static_range(2):
         for pole in range(POLES):
             scan_pole(
@@ -369,14 +369,14 @@ def sorted_slope(
 
 def bandwidth_gradient(d_points: Tensor, points: Tensor, inv_bandwidth: Tensor) -> Tensor:
     """The gradient of the inverse bandwidth, (batch,), from that of the points that it scales."""
-    # Forces cancel pairwise: centred points and double sums keep what is left of them.
+    # The terms nearly cancel, so points are centred and the sum is in float64.
     centred = points - points.mean(-1, keepdim=True)
     total = (d_points * centred).sum((1, 2), dtype=torch.float64)
     return (total / inv_bandwidth).to(d_points.dtype)
 
 
 def register_scales(scales: Operator, backward: Operator) -> None:
-    """Registers the rules of scales that make a soft sort stochastic in one way or another.
+    """Registers the fake and autograd rules of an operator that computes scales.
 
     `scales` takes (points, lengths, inv_bandwidth, metric, fp32_rows); `backward` takes its
     upstream and its result with the same, but for the lengths: padding has scales of zero.
@@ -430,7 +430,7 @@ def row_scales_backward(
 register_scales(row_scales, row_scales_backward)
 
 
-# The first step starts from ones, and is a plain square root.
+# The first step starts from ones, and has the exponent 1/2.
 FORWARD = (0.5, *chebyshev_exponents())
 BACKWARD = tuple(chebyshev_exponents())
 

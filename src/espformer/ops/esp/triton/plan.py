@@ -1,19 +1,19 @@
-"""Sorted sides and the plans between them: what the kernels of soft attention are told.
+"""Sorted sides and the plans between them: the inputs of the kernels of soft attention.
 
 `SortedSide → Plan → operator` is the only way through. ``espformer::sort_sides`` makes both sides:
 every operator costs time of Python for itself, forwards and backwards. At the border of an
 operator, which takes and returns tensors, a plan is a tuple of arguments; behind it, it is a `Plan`
 again.
 
-**N ≠ M, brought to ranks that meet one to one.** A monotone coupling cuts both sides into the same
-pieces: piece s belongs to query rank rows[s] and to key rank columns[s], and carries weights[s].
-Written out over pieces, a plan is one between sides of equal length. A key rank of several pieces
-is an operand once, at its first piece (`key_scale` is zero at the others), and a query rank of
-several pieces is read once, there too (`query_scale`):
+**N ≠ M as a one-to-one matching of pieces.** A monotone coupling cuts both sides into the same
+pieces: piece s belongs to query rank rows[s] and key rank columns[s], and has the weight
+weights[s]. In terms of pieces, a plan is between sides of equal length. A key rank with several
+pieces is an operand only at its first piece (`key_scale` is zero at the others), and a query rank
+with several pieces is read only at its first piece (`query_scale`):
 
     (A T B v)_i = Σ_s κ_q(i, rows[s]) · weights[s] · Σ_j κ_k(columns[s], j) v_j.
 
-Pieces of one rank stand at the same point, which is a tie, and ties exert no force on each other.
+Pieces of one rank have the same point. They are ties, which exert no force on each other.
 """
 
 from __future__ import annotations
@@ -207,8 +207,8 @@ sort_sides.register_autograd(_backward, setup_context=_setup)
 class Plan(NamedTuple):
     """The plan of every slice, from keys to queries, by rank:
 
-    ``diag(query_scale) κ_q diag(mid_scale) κ_k diag(key_scale)``; rank n of the queries meets rank
-    n of the keys.
+    ``diag(query_scale) κ_q diag(mid_scale) κ_k diag(key_scale)``; rank n of the queries is matched
+    with rank n of the keys.
     """
 
     query_points: Tensor  # (batch, L, ranks), as all that follows

@@ -16,10 +16,10 @@ using them are matrix products too:
 
     absolute: L, R and, for the backward, their ties;     squared: (Re, Im) of every pole, L then R
 
-``exp(-|x|)`` has a kink at zero, and its slope there is zero: equal points do not push each other
-apart by the order they happen to stand in. Within a chunk equal points are told by comparing them;
-across chunks, two more rows (four in all) hold the part of L and R that stands at the very point
-first_c or last_c. 16-bit inputs tie all the time.
+``exp(-|x|)`` has a kink at zero, and its slope there is taken as zero, so that the arbitrary order
+of equal points does not change their gradients. Within a chunk equal points are found by
+comparison. Across chunks, two more rows (four in all) hold the part of L and R from points equal to
+first_c or last_c. Ties are frequent in 16-bit inputs.
 
 Offsets within a head are 32-bit; pointers are moved to the head with 64 bits first.
 
@@ -41,7 +41,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 ROOT_LOG2E = tl.constexpr(1.2011224087864498)
 QUARTER_TURN = tl.constexpr(1.5707963267948966)
 
-# Sizes that no load is aligned by: kernels are not compiled anew for multiples of 16, or for one.
+# Sizes that do not affect alignment: kernels are not specialised for multiples of 16 or for 1.
 COUNTS = ("HEADS", "L", "KEYS", "QUERIES", "TOKENS", "CHUNKS", "START", "COUNT", "D8")
 STATE_ROWS = tl.constexpr(16)  # the least that a matrix product on the tensor cores takes
 
@@ -111,7 +111,9 @@ else:
 
     @triton.jit
     def rounded_product(x, y):
-        """A product that is rounded: not fused with what is added to it, so that ties stay ties."""
+        """A product that is rounded by itself, not fused with an addition, so that ties stay
+        ties.
+        """
         return tl.inline_asm_elementwise(
             "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -143,10 +145,10 @@ else:
     def in_product_layout(x, rows, columns):
         """x itself, but held by the same threads as the matrix product ``rows columnsᵀ``.
 
-        A matrix that is made from two vectors has no natural layout, and the compiler's choice
-        would send every entry through shared memory on its way to the tensor cores. The layout of
-        a product's result is the one that they take operands in. So here is a product, of rows
-        that lie in shared memory anyway, and nobody looks at it.
+        For a matrix made from two vectors the compiler chooses a layout that would send every entry
+        through shared memory on its way to the tensor cores. The result of a product has the layout
+        in which tensor cores take operands. So this computes a product of rows that are in shared
+        memory anyway, takes its layout, and does not use its values.
         """
         product = tl.dot(rows, tl.trans(columns))
         return tl.inline_asm_elementwise(
@@ -157,8 +159,8 @@ else:
     def differences_in_product_layout(points, rows):
         """``points_j - points_n``, (ranks, ranks), likewise held as the product ``rows rowsᵀ``.
 
-        They wait for it: a loop over blocks of columns would otherwise make them once, before it
-        starts, and keep them in registers that it does not have.
+        They depend on that product on purpose. Otherwise the compiler would move them out of a loop
+        over blocks of columns and keep them in registers that the loop does not have.
         """
         product = tl.dot(rows, tl.trans(rows))
         return tl.inline_asm_elementwise(
@@ -178,7 +180,7 @@ else:
 
     @triton.jit
     def to_wide_range(x):
-        """x in a type with the range of float32: sums over many tokens leave that of float16."""
+        """x in a type with the range of float32, since sums over many tokens overflow float16."""
         if x.dtype == tl.float16:
             x = x.to(tl.bfloat16)
         return x
@@ -186,9 +188,9 @@ else:
 
 @triton.jit
 def accurate_cosine(angle, QUARTERS: tl.constexpr = 0):
-    """Cosine of an angle up to a thousand and QUARTERS right ones, to the last bit or two.
+    """Cosine of ``x + QUARTERS · π/2`` for angles up to a thousand, to the last bit or two.
 
-    The library's has a branch for angles of any size: over a third of a kernel's code.
+    The library function has a branch for huge angles, which would be a third of a kernel's code.
     """
     quarters = tl.floor(angle * (1 / QUARTER_TURN) + 0.5)
     # π/2 in three parts; the first two are so short that their products are not rounded.
@@ -205,7 +207,9 @@ def accurate_cosine(angle, QUARTERS: tl.constexpr = 0):
 
 @triton.jit
 def cosine(angle, ACCURATE: tl.constexpr):
-    """Large weights multiply the states of float32 rows, and an error of 2^-21 with them."""
+    """Accurate for float32 rows: their states have large weights, which would amplify an error of
+    2^-21.
+    """
     if ACCURATE:
         y = accurate_cosine(angle)
     else:
@@ -229,7 +233,9 @@ def rotation(angle, ACCURATE: tl.constexpr):
 
 @triton.jit
 def program_rows(N, BLOCKS, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A program's head, tokens and columns, and which columns exist: for blocks of rows."""
+    """The head, tokens and columns of a program that processes a block of rows, and the valid
+    columns.
+    """
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     i = tl.program_id(0) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -242,7 +248,7 @@ def program_chunk(HEADS, L, START, COUNT):
 
     Chunk c begins at rank ``c · SPAN``; programs hold C ranks of it, all that there are.
 
-    Neighbouring programs belong to different heads: what runs at the same time seldom adds to the
+    Neighbouring programs belong to different heads, so that concurrent programs seldom add to the
     rows of the same tokens.
     """
     head = (tl.program_id(0) % HEADS).to(tl.int64)
@@ -360,9 +366,9 @@ def chunk_kernel(
 ):
     """κ within a chunk, and the scaled differences ``s_j - s_n`` that it is a function of.
 
-    To scale points before they are subtracted saves an instruction per entry and costs the last
-    bits. They are measured from the point nearest to zero, where floats are densest: so it costs
-    no more than that, whatever else is in the chunk. `rows` are any rows of it, for the layout.
+    Scaling points before the subtraction saves an instruction per entry, but rounds. Points are
+    taken relative to the point nearest to zero, where floats are densest, so only the last bits are
+    lost. `rows` are any rows of the chunk, for the layout.
     """
     rate = gap_unit(inv_bandwidth, COMPLEX)
     if FP32_ROWS:
@@ -389,14 +395,15 @@ def chunk_kernel_slope(k, gap, COMPLEX: tl.constexpr):
 
 @triton.jit
 def decay_from_ends(points, first, last, inv_bandwidth):
-    """Shares of the left and of the right state that are left at every rank, absolute metric."""
+    """Decay of the left and of the right state at every rank, in the absolute metric."""
     rate = inv_bandwidth * -LOG2E
     return exp2((points - first) * rate), exp2((last - points) * rate)
 
 
 @triton.jit
 def distances_in_chunk(points, before, last, COMPLEX: tl.constexpr, ROWS: tl.constexpr):
-    """From the end of the chunk before, for states from the left; to its own end, for the others.
+    """Distances from the end of the previous chunk, for left states, and to the own end, for right
+    states.
 
     (ranks, state rows); the latter with a minus, as forces on the two ends of a line are opposite.
     """
@@ -407,7 +414,7 @@ def distances_in_chunk(points, before, last, COMPLEX: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def table_entry(TABLE: tl.constexpr, WHICH: tl.constexpr, r, ROWS: tl.constexpr):
-    """One of the eight numbers that the table has for each state row r."""
+    """One of the eight table entries of state row r."""
     found = tl.zeros_like(r).to(tl.float32)
     for i in tl.static_range(ROWS):
         found = tl.where(r == i, TABLE[8 * i + WHICH], found)
@@ -422,8 +429,8 @@ def state_coefficients(
 ):  # fmt: skip
     """Coefficients between ranks and states, (ranks, state rows), AFTER so many others. By KIND:
 
-    "in": the share of a rank in the sums that its chunk hands on, measured at the chunk's far end;
-    "out": the share of a state in κx at a rank; "slope": its share in κ'x.
+    "in": from a rank to the sums of its chunk, evaluated at the chunk's far end; "out": from a
+    state to κx at a rank; "slope": from a state to κ'x.
 
     With complex poles it is ``size · exp(-Re p · x) · cos(phase - Im p · x)``; TABLE has for every
     state row Re p, Im p, and size and phase of each kind.
@@ -461,7 +468,8 @@ def state_coefficients(
 def product(a, x, TWO_PARTS: tl.constexpr = False):
     """``a x`` for float32 a and rows x, in float32.
 
-    16-bit rows multiply a rounded to 16 bits, and with TWO_PARTS also what the rounding left.
+    With 16-bit rows, a is rounded to 16 bits; with TWO_PARTS the rounding error of a is multiplied
+    too.
     """
     if x.dtype == tl.float32:
         return tl.dot(a, x, input_precision="tf32x3")
@@ -513,7 +521,9 @@ def read_coefficients(
 
 @triton.jit
 def apply_sorted_kernel(k, x, read, states, COMPLEX: tl.constexpr, ROWS: tl.constexpr):
-    """κx at the ranks of a chunk in float32; k is κ within it, `read` what lets states enter."""
+    """κx at the ranks of a chunk, in float32; k is κ within the chunk, `read` the "out"
+    coefficients.
+    """
     y = product(k, x)
     if ROWS > 0:
         if x.dtype == tl.float32:

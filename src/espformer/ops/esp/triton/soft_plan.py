@@ -3,22 +3,22 @@
 The torch twins are :func:`espformer.ops.esp.linear.apply_plans` and
 :func:`espformer.ops.esp.linear.slice_costs`.
 
-Rank n of the keys meets rank n of the queries, so the program that makes a chunk of
-``W = mid_scale · κ_k x`` multiplies it by κ_q at once.
+Rank n of the keys is matched with rank n of the queries, so the program that computes a chunk of
+``W = mid_scale · κ_k x`` also multiplies it by κ_q.
 
-**The backward** of ``⟨g, plan x⟩`` is the same program, once for each side. Transposed, the plan
-applied to g is the gradient of x; and where W meets rows g of the other side, the small matrices
-``M = W gᵀ`` of a chunk and ``W statesᵀ`` hold everything else:
+**Backward.** The gradients of ``⟨g, plan x⟩`` come from the same program, run once for each side.
+The transposed plan applied to g is the gradient of x. All other gradients follow from the small
+matrices ``M = W gᵀ`` of a chunk and ``W statesᵀ``:
 
     slope of the queries' points:   Σ_j κ_q'_nj (M_nj + M_jn),
     gradient of `mid_scale`:        Σ_j κ_q_nj M_nj  over `mid_scale` of rank n,
     gradient of `query_scale`:      Σ_j κ_q_nj M_jn  over `query_scale` of rank n.
 
-Columns are summed by the tensor cores, and κ' is never rounded.
+The tensor cores sum over columns, and κ' stays in float32.
 
-The gradient of the inverse bandwidth is ``Σ_n s_n ds_n``, in which forces cancel. It is added up
-pair by pair: what is between two points of a chunk, and, of the distance to a point in another
-chunk, what lies in this one. :meth:`PlanKernels.grad` adds the distance over whole chunks.
+The gradient of the inverse bandwidth is ``Σ_n s_n ds_n``, whose terms nearly cancel. So it is
+summed pair by pair: distances within a chunk, and, for points in other chunks, the part of the
+distance that lies in this chunk. :meth:`PlanKernels.grad` adds the distance over whole chunks.
 
 As torch operators, with their fake and autograd rules:
 
@@ -27,7 +27,7 @@ As torch operators, with their fake and autograd rules:
   costs that is not a column;
 - ``espformer::plans_backward``: the backward of both.
 
-Slices are worked on in groups so that their states stay under `SCRATCH_BYTES`.
+Slices are processed in groups, so that their states stay below `SCRATCH_BYTES`.
 """
 
 from __future__ import annotations
@@ -83,19 +83,19 @@ from espformer.ops.esp.triton.states import Chunks, chunk_states
 
 States = tuple[Tensor | None, Tensor | None]  # of x for κ_k, and of W for κ_q
 
-# More leave the second-level cache, fewer take more launches.
+# More would not fit in the L2 cache, fewer would need more launches.
 SCRATCH_BYTES = {"absolute": 80 << 20, "squared": 160 << 20}
 
 
 @triton.jit
 def safe_divide(x, y):
-    """x / y, and zero where y is."""
+    """x / y, and zero where y is zero."""
     return tl.where(y == 0, 0.0, x / tl.where(y == 0, 1.0, y))
 
 
 @triton.jit
 def chunk_forces(kappa, gap, m, with_gaps, COMPLEX: tl.constexpr):
-    """``Σ_j κ'_nj m_nj``, and with every force times its distance if these are asked for."""
+    """``Σ_j κ'_nj m_nj``; and, if requested, the same sum weighted by the distances."""
     force = chunk_kernel_slope(kappa, gap, COMPLEX) * m
     total = tl.sum(force, 1)
     times_gap = total
@@ -152,7 +152,7 @@ def apply_kernel(
         g_ptr += head * QUERIES * WIDTH
         if ROWS > 0:
             g_states_ptr += pair * CHUNKS * ROWS * WIDTH
-    # All loads come first: what follows waits for the tensor cores, and nothing moves across that.
+    # All loads come first: the compiler does not move loads across tensor core products.
     k_tokens, k_points, k_first, k_last = load_side(
         key_points_ptr + ranks, key_order_ptr + ranks, begin, N, C, EVEN
     )
@@ -200,8 +200,8 @@ def apply_kernel(
             if d_inv_bandwidth_ptr is not None:  # a pair is seen from both sides
                 d_inv_bandwidth -= force_gap * (0.5 / gap_unit(inv_bandwidth, COMPLEX))
             if d_query_scale_ptr is not None:
-                # Mᵀ by itself, never added to M: its rows are wanted alone, and M and their sum
-                # would not fit in registers together.
+                # Mᵀ is not added to M: its rows are needed separately, and M and the sum would not
+                # fit in registers together.
                 m = transposed_product(g, w)
                 query_dots += tl.sum(kappa * m, 1)
                 slope_here, force_gap = chunk_forces(kappa, gap, m, d_inv_bandwidth_ptr, COMPLEX)
@@ -267,7 +267,7 @@ def cross_kernel(
     ROWS: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr, SPAN: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """``Σ_n mid_scale_n (κ_k x)_n · (κ_q g)_n``, one sum per chunk: ⟨g, plan x⟩ from both ends."""
+    """``⟨g, plan x⟩ = Σ_n mid_scale_n (κ_k x)_n · (κ_q g)_n``, one partial sum per chunk."""
     WIDTH = D if D > 0 else D8 * 8
     pair, head, chunk = program_chunk(HEADS, L, START, COUNT)
     begin = chunk * SPAN
@@ -313,7 +313,7 @@ def cross_kernel(
 
 
 class PlanGradients(NamedTuple):
-    """Room for what the backward of plans finds; None where there is nothing to differentiate."""
+    """Buffers for the gradients of plans; None for what needs no gradient."""
 
     weight: Tensor | None  # (batch, L)
     inv_bandwidth: Tensor | None  # (batch, L), to be summed over slices
@@ -325,7 +325,7 @@ class PlanGradients(NamedTuple):
 
     @classmethod
     def new(cls, plan: Plan, weight: bool, inv_bandwidth: bool, scales: bool) -> PlanGradients:
-        """Room for those that are asked for; `scales` are `key_scale` and `query_scale`."""
+        """Allocates the requested buffers; `scales` requests `key_scale` and `query_scale`."""
 
         like, ranks = plan.key_points, plan.key_points.shape
         return cls(
@@ -339,13 +339,13 @@ class PlanGradients(NamedTuple):
         )
 
     def part(self, group: Group | None) -> PlanGradients:
-        """Those of some slices of some heads."""
+        """The buffers of some slices of some heads."""
         if group is None:
             return self
         return PlanGradients(*(None if x is None else x[group] for x in self))  # type: ignore[arg-type]
 
     def flatten(self) -> list[Tensor]:
-        """As results of an operator: what is not there is empty."""
+        """The buffers as outputs of an operator; missing ones are empty tensors."""
         return [self.key_points.new_empty(0) if x is None else x for x in self]
 
     @staticmethod
@@ -449,10 +449,10 @@ class PlanKernels:
             )  # fmt: skip
 
     def _across_chunks(self, points: Tensor, x: Tensor | None, y: Tensor | None) -> Tensor:
-        """The part of distances over whole chunks in the gradient of `inv_bandwidth`: (batch, L).
+        """The part of the gradient of `inv_bandwidth` from distances over whole chunks: (batch, L).
 
-        It is the force between what stands left and right of a chunk, known by the states of the
-        two operands, times the distance from the end of the chunk before to its own.
+        For each chunk, this is the force between the ranks left and right of it, from the states of
+        both operands, times the distance from the end of the previous chunk to its own end.
         """
         assert x is not None
         assert y is not None
@@ -467,7 +467,7 @@ class PlanKernels:
         meeting = (x_left * y_right + y_left * x_right).sum(-1)
         force = torch.zeros_like(span)
         for r, (weight, pole) in enumerate(zip(table.weights, table.poles, strict=True)):
-            # Numbers of Python: a tensor made of them would be copied to the device.
+            # Python numbers: a tensor would have to be copied to the device.
             passing = torch.exp(span * -pole) * meeting[..., r] * (-weight * pole)
             force += passing.real if chunks.complex else passing
         return (force * (last - before)).sum(-1)
@@ -552,8 +552,8 @@ def _heads(x: Tensor, group: Group | None) -> Tensor:
 
 
 def _room(out: Tensor, group: Group | None, slices: int) -> Tensor:
-    """Room for the rows of a group: `out` itself, or rows of its own slices where it must not
-    matter who comes first.
+    """The buffer for the rows of a group: `out` itself, or separate rows per slice if the order of
+    additions must not matter (deterministic algorithms).
     """
     rows = _heads(out, group)
     if not torch.are_deterministic_algorithms_enabled():
@@ -563,7 +563,7 @@ def _room(out: Tensor, group: Group | None, slices: int) -> Tensor:
 
 
 def _collect(out: Tensor, group: Group | None, rows: Tensor) -> None:
-    """Brings the rows of a group's slices to `out`, if they are not there yet."""
+    """Adds the separate rows of a group's slices to `out`, if there are any."""
     if rows.dim() == 4:
         here = _heads(out, group)
         here += rows.sum(1)
@@ -579,8 +579,8 @@ def apply_plans(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``Σ_l weight_l A_lᵀ B_l V``, (batch, queries, d), in the dtype of `value`; a flat plan.
 
-    With `keep_states`, which is for plans that are one group, also the states of V, which the
-    backward need not make again; else they are empty.
+    With `keep_states`, which requires that all slices form one group, also returns the states of V,
+    so that the backward pass need not recompute them; otherwise they are empty.
     """
     out = value.new_zeros(value.shape[0], queries, value.shape[-1], dtype=torch.float32)
     states: States = (None, None)
@@ -611,9 +611,9 @@ def _(
 
 
 def keeps_states(value: Tensor, plan: Plan) -> bool:
-    """Whether the states of the forward are kept: if somebody differentiates, and they are few.
+    """Whether to keep the states for the backward pass: if a gradient is needed and they are few.
 
-    A compiler, for which sizes may be unknown, makes them again.
+    Under torch.compile, where sizes may be symbolic, the states are recomputed.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
@@ -760,7 +760,7 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
 
 
 def _fp32_rows(problem: Problem) -> bool:
-    """Whether rows of queries and keys meet in float32."""
+    """Whether rows of queries and keys are multiplied in float32."""
     return torch.promote_types(problem.query.dtype, problem.key.dtype) == torch.float32
 
 

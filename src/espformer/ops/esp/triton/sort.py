@@ -3,15 +3,16 @@
 The torch twins are :func:`espformer.ops.esp.linear.sort_tokens` and
 :func:`espformer.ops.esp.problem.spread`.
 
-A float, read as a signed integer with the lower bits of negative ones flipped, keeps its order. Put
-above the index of its token it can be sorted as one word, is stable for free, and both parts come
-back by shifting. A point of 16 bits with an index of 16 makes an int32, all others an int64 (a
-*wide* word): points of float32, points that are projected on a slice, sequences of more than 65,536
-tokens.
+If the lower bits of negative floats are flipped, floats keep their order as signed integers. Such
+an integer in the upper bits and the index of the token in the lower bits form one *word*. Sorting
+words is stable by construction, and both parts are recovered by shifting. A point of 16 bits with
+an index of 16 makes an int32, all others an int64 (a *wide* word): points of float32, points that
+are projected on a slice, sequences of more than 65,536 tokens.
 
 A short row of such words is sorted by one program, in the registers of a warp. Long rows are sorted
-in runs of RUN words, and neighbouring runs are merged until one is left. A program of a merge makes
-RUN words of its result: it finds where they begin in either run, and sorts out as many of both.
+in runs of RUN words, and neighbouring runs are merged until one is left. A program of a merge
+computes RUN words of the result: it finds where they begin in each run, takes RUN words from both,
+and keeps the smaller ones.
 
 **Forward**, for rows of at most 1024 tokens two launches: one makes the points ``p = scale · Θ x``,
 as words, one sorts them and divides them by their spread. Longer rows are sorted in runs, and
@@ -49,20 +50,21 @@ from espformer.ops.common.custom_op import operator
 from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2, width_arguments
 
 MOST_TOKENS = 1 << 16  # whose index has 16 bits
-# Words that one warp sorts, or merges; more warps would have to hand words to each other.
+# Words that one warp sorts or merges. More warps would have to exchange words through shared
+# memory.
 RUN = 1024
 
 
 @triton.jit
 def last_word(dtype: tl.constexpr):
-    """No word is larger."""
+    """The largest word."""
     bits: tl.constexpr = dtype.primitive_bitwidth
     return tl.full([], (1 << (bits - 1)) - 1, dtype)
 
 
 @triton.jit
 def indicator(DIMS: tl.constexpr, BIT: tl.constexpr):
-    """0 and 1 along the axis of a bit of a hypercube."""
+    """0 and 1 along the axis of one bit of the hypercube."""
     return tl.reshape(tl.arange(0, 2), [1] * (DIMS - 1 - BIT) + [2] + [1] * BIT)
 
 
@@ -81,10 +83,10 @@ def sort_words(
 ):  # fmt: skip
     """A bitonic sort of ``BLOCK = 2 ** DIMS`` words.
 
-    Most comparisons are along the low bits of a rank, and where a thread holds both words they
-    cost one instruction each, a minimum or a maximum. So the words of a thread, VECTORS vectors of
-    VECTOR words, become neighbours first: only their names change. Above their HELD bits, runs that
-    have to descend are complemented meanwhile.
+    Most comparisons are along the low bits of a rank. If one thread holds both words, a comparison
+    costs one minimum and one maximum. So the words of a thread, VECTORS vectors of VECTOR words,
+    are renamed to be neighbours; no data move. Above the HELD bits, runs that have to descend are
+    complemented during the sort.
     """
     words = tl.permute(tl.reshape(words, [VECTORS, BLOCK // (VECTORS * VECTOR), VECTOR]), [1, 0, 2])
     cube = tl.reshape(words, [2] * DIMS)
@@ -122,10 +124,10 @@ def sort_runs_kernel(
 
 @triton.jit
 def merged(words_ptr, start, N, LENGTH, BLOCK: tl.constexpr, DIMS: tl.constexpr):
-    """A block of a row of N words, as it is once its sorted runs of LENGTH are merged in pairs.
+    """One block of a row of N words after merging its sorted runs of LENGTH in pairs.
 
-    Of BLOCK words of one run and BLOCK of the other, the smaller half are the smaller ones of each
-    word and its partner in the other run taken backwards: a bitonic sequence.
+    Of BLOCK words from each run, the smaller half consists of the minimum of each word and its
+    partner in the other run, read backwards. This half is a bitonic sequence.
     """
     pair = start // (2 * LENGTH) * (2 * LENGTH)
     length = tl.minimum(LENGTH, N - pair)
@@ -169,7 +171,9 @@ def merge_runs_kernel(
 
 @once
 def sort_config(tokens: int) -> dict[str, Any]:
-    """How a warp sorts a row of at most 1024 words: 32 in every thread, loaded in vectors of 8."""
+    """Launch configuration for sorting a row of at most 1024 words in one warp: 32 words per
+    thread, loaded in vectors of 8.
+    """
     block = max(2, power_of_2(tokens))
     held = max(1, block // 32)
     vector = min(8, held)
@@ -180,7 +184,9 @@ def sort_config(tokens: int) -> dict[str, Any]:
 
 
 def sort_rows(words: Tensor, runs: int = 1) -> tuple[Tensor, int]:
-    """Rows of words, sorted in at most so many runs, and their length; `words` are lost."""
+    """Rows of words, sorted in at most `runs` runs, and the length of a run; `words` is
+    overwritten.
+    """
     tokens = words.shape[-1]
     rows = words.numel() // max(1, tokens)
     _sort_runs(rows, tokens)(words)
@@ -204,12 +210,12 @@ def _merge_runs(rows: int, tokens: int, length: int) -> Launch:
 
 
 def merge_config() -> dict[str, Any]:
-    """How a program merges: as many words as are sorted at once."""
+    """Launch configuration for merging: as many words as a program sorts."""
     config = sort_config(RUN)
     return {name: config[name] for name in ("BLOCK", "DIMS", "num_warps")}
 
 
-# A point has the upper BITS of a word, its token the lower ones.
+# The point takes the upper BITS of a word, the token the lower ones.
 @triton.jit
 def flip_negative(bits, BITS: tl.constexpr):
     """The lower bits of negative integers flipped: floats to integers in their order, and back."""
@@ -218,7 +224,7 @@ def flip_negative(bits, BITS: tl.constexpr):
 
 @triton.jit
 def sortable(x, present, BITS: tl.constexpr):
-    """Floats as integers in the same order, in int32; padding is above them, NaN included."""
+    """Floats as int32 in the same order; padding is larger than all floats, including NaN."""
     x = x + 0.0  # minus zero is zero
     if BITS == 32:
         bits = x.to(tl.int32, bitcast=True)
@@ -268,7 +274,7 @@ def one_of_two(x_ptr, y_ptr, at, inside):
 
 @triton.jit
 def store_words(to, bits, n, mask, BITS: tl.constexpr):
-    """Words where they have to carry the index of their token, else the points alone."""
+    """Stores whole words if they must carry the index of the token, otherwise only the points."""
     whole: tl.constexpr = to.dtype.element_ty.primitive_bitwidth == 2 * BITS
     if whole:
         tl.store(to, make_words(bits, n, BITS), mask=mask)
@@ -287,8 +293,8 @@ def pack_kernel(
 ):  # fmt: skip
     """Columns of floats to rows of integers in the same order, x's and then y's.
 
-    Whole words carry the index of their token, halves leave it to their place. Wide ones are made
-    of `scale` times the floats.
+    Whole words carry the index of the token; for half words the position is the index. Wide words
+    are made from `scale` times the floats.
     """
     batch = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -335,7 +341,7 @@ def project_kernel(
     if not SHARED:
         slices_ptr += batch * L * WIDTH
     out_ptr += (tl.program_id(2) * tl.num_programs(0) + batch) * L * STRIDE
-    for start in range(0, L, SLICES):  # whose loads do not wait for each other
+    for start in range(0, L, SLICES):  # the loads of these slices are independent
         for i in tl.static_range(SLICES):
             l = start + i
             theta = tl.load(slices_ptr + l * WIDTH + d, mask=(d < WIDTH) & (l < L), other=0.0)
@@ -345,7 +351,7 @@ def project_kernel(
 
 @triton.jit
 def is_infinite(lowest, highest, BITS: tl.constexpr, INFINITY: tl.constexpr):
-    """Whether two words that enclose all others hold an infinity or NaN."""
+    """Whether the smallest or the largest word holds an infinity or NaN."""
     return ((highest >> BITS) >= INFINITY) | ((lowest >> BITS) <= ~INFINITY)
 
 
@@ -369,7 +375,9 @@ def rank_kernel(
     POINT: tl.constexpr, INFINITY: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
     VECTOR: tl.constexpr, VECTORS: tl.constexpr, DIMS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Sorts rows of points; padding repeats the last true one. With a spread in units of it."""
+    """Sorts rows of points, and divides them by their spread if there is one; padding repeats the
+    last real point.
+    """
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
     word = make_words(tl.load(bits_ptr + row * BLOCK + n), n, BITS)
@@ -397,13 +405,15 @@ def rank_kernel(
 
 @triton.jit
 def spread_of(variance, size, LEAST_SHARE: tl.constexpr):
-    """The spread from a variance in units of the largest point; that point where there is none."""
+    """The spread, from a variance relative to the largest point; the largest point if there is no
+    spread.
+    """
     return size * tl.where(variance > LEAST_SHARE * LEAST_SHARE, tl.sqrt(variance), 1.0)
 
 
 @triton.jit
 def decode_points(word, bad, length, scale, BITS: tl.constexpr, POINT: tl.constexpr):
-    """The points of words; all NaN in a row that holds one, and zero in one without a length."""
+    """The points of words; all NaN if the row contains NaN, and zero if the row is empty."""
     x = word_point(word, BITS, POINT) * scale
     x = tl.where(bad, float("nan"), x)
     return tl.where(length > 0, x, 0.0)
@@ -449,7 +459,7 @@ def match_kernel(
     queries = make_words(
         tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32), BITS
     )  # not `keys`: the compiler would not see it change below
-    for side in range(2):  # one sort's code for both
+    for side in range(2):  # a loop, so that the code of the sort is compiled once
         word = make_words(tl.load(bits_ptr + (side * ROWS + row) * BLOCK + n), n, BITS)
         bad |= any_infinite(word, BITS, INFINITY)
         queries = keys
@@ -469,7 +479,8 @@ def match_runs_kernel(
 ):  # fmt: skip
     """`match_kernel` for rows of one or two sorted runs: those of all queries, then of all keys.
 
-    The weight turns to NaN where it has to. Programs are in the order of `compose_kernel`.
+    The weight becomes NaN if the row contains NaN. The order of programs is that of
+    `compose_kernel`.
     """
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     start = tl.program_id(0) % BLOCKS * BLOCK
@@ -484,7 +495,7 @@ def match_runs_kernel(
 
 @dataclass(frozen=True)
 class Words:
-    """The words that points are sorted as: arguments of the kernels."""
+    """The format of the words that represent points, as kernel arguments."""
 
     bits: int  # of a point
     half: torch.dtype  # of a point alone
@@ -496,7 +507,9 @@ class Words:
 
     @staticmethod
     def of(dtype: torch.dtype, tokens: int, projected: bool, scale: float) -> Words:
-        """Points of 16 bits as they are; what is computed, float32, or long in wide words."""
+        """Int32 words for 16-bit points of short sequences; wide words for float32 or projected
+        points and long sequences.
+        """
         half = dtype in (torch.bfloat16, torch.float16)
         if half and not projected and tokens <= MOST_TOKENS and scale > 0:
             brain = dtype == torch.bfloat16
@@ -522,7 +535,7 @@ def _pack_config(width: int, stride: int, projected: bool) -> tuple[int, dict[st
 
 
 def slices_at_once(count: int) -> int:
-    """How many slices a kernel projects on without waiting for any."""
+    """The number of slices that a kernel projects on at once."""
     return min(8, power_of_2(count))
 
 
@@ -643,13 +656,12 @@ def sort_points(
     x: Tensor, slices: Tensor | None, mask: Tensor | None, lengths: Tensor | None, scale: float,
     in_spreads: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Points, tokens and spreads, the latter only where one launch can find them too.
+    """Points, tokens and spreads; spreads only if the launch that sorts can compute them too.
 
     ``scale · x``, (batch, N, m), projected on slices, (batch or 1, L, m) float32, or on the axes:
     sorted points in float32 and the token at each rank in int32, both (batch, L, N); padded tokens
-    rank last, and stand where the last true one stands. A slice that holds NaN or an infinity is
-    all NaN. With `in_spreads` short rows are divided by their spread, (batch, L); long ones are
-    not.
+    rank last and repeat the last real point. A slice that contains NaN or an infinity becomes all
+    NaN. With `in_spreads`, short rows are divided by their spread, (batch, L); long rows are not.
     """
     shape, packed = _pack(x, None, slices, mask, scale)
     rows = x.shape[0], shape.count, x.shape[1]
@@ -672,7 +684,7 @@ def match_points(
 
     Returns the matches, (batch, L, N) in int32, and the weights of a plain mean, (batch, L): one
     over the number of slices, but NaN where the slice of the queries or the keys holds NaN or an
-    infinity. Padded tokens, the same for both, meet each other.
+    infinity. Padded tokens are the same on both sides and are matched with each other.
     """
     shape, packed = _pack(query, key, slices, mask, scale)
     rows = query.shape[0], shape.count, query.shape[1]
@@ -697,7 +709,7 @@ def _(
 
 @triton.jit
 def mean_and_variance(points_ptr, length, size, N, BLOCK: tl.constexpr):
-    """Of the first `length` points: the one in the middle, and mean and variance measured from it.
+    """The middle one of the first `length` points, and their mean and variance relative to it.
 
     In units of `size`.
     """
@@ -765,7 +777,8 @@ def point_grad_kernel(
             n = start + tl.arange(0, BLOCK)
             g = tl.load(upstream_ptr + n, mask=n < length, other=0.0)
             products += g * tl.load(points_ptr + n, mask=n < length, other=0.0)
-        # In units of itself a spread is one, and points without one are far closer.
+        # Divided by the spread, points have a spread of one; points without a spread are much
+        # closer together.
         slope = tl.where(variance > 0.5, tl.sum(products, 0) / tl.maximum(length, 1), 0.0)
         spread = tl.load(spread_ptr + pair)
     for start in range(0, N, BLOCK):
@@ -773,7 +786,7 @@ def point_grad_kernel(
         g = tl.load(upstream_ptr + n, mask=n < length, other=0.0)
         if spread_ptr is not None:
             y = tl.load(points_ptr + n, mask=n < length, other=0.0)
-            # Not y less the centre: far from zero that would be rounded, for all ranks alike.
+            # Not ``y - centre``: far from zero it would be rounded in the same way for all ranks.
             g = tl.where(n < length, g - slope * ((y - middle) - mean), 0.0) / spread
         token = tl.load(order_ptr + pair * N + n, mask=n < N, other=0)
         if TOKENS_FIRST:
@@ -840,7 +853,7 @@ def _back_projection(batch: int, count: int, tokens: int, width: int, shared: bo
 
 
 def masked_lengths(mask: Tensor | None) -> Tensor | None:
-    """How many tokens of every sequence take part, (batch,)."""
+    """The number of unmasked tokens of every sequence, (batch,)."""
     return None if mask is None else mask.sum(-1, dtype=torch.int32)
 
 

@@ -1,17 +1,17 @@
-"""States: what far-away ranks contribute to a chunk, for one kernel or for two in a row.
+"""States, which carry the contribution of other chunks, for one kernel or for two in a row.
 
 The torch twin is :class:`espformer.ops.esp.sorted_kernel.ChunkStates`. `sums` sums every chunk by
-itself, measured at its far end; `scan` hands the sums on from chunk to chunk, in place.
+itself, evaluated at its far end; `scan` carries the sums from chunk to chunk, in place.
 
 **Through one kernel into the next.** The operand of the second kernel of a plan is
-``W = mid_scale · κx``, and its sums are wanted before anybody has made W. Within a chunk they are
+``W = mid_scale · κx``, and its sums are needed before W has been computed. Within a chunk they are
 
     Σ_n in_n W_n = Σ_j [Σ_n κ_nj mid_scale_n in_n] x_j
                    + [Σ_n in_n mid_scale_n out_n] · (states of x),
 
 with `in` the coefficient into a state of the second kernel and `out` the one out of a state of the
-first: a few more rows for the matrix that sums x anyway, and a small matrix of links per chunk. So
-a program reads its rows once, for both kernels, and W never exists outside of a chunk.
+first. This adds a few rows to the matrix that sums x anyway, and a small matrix of links per chunk.
+So a program reads its rows once for both kernels, and W is never stored.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ from espformer.ops.esp.triton.primitives import (
     to_wide_range,
 )
 
-# Ranks of a chunk for 16-bit and for 32-bit rows (those are split in three: registers are short).
+# Ranks per chunk for 16-bit and for 32-bit rows (32-bit rows are split in three parts, which takes
+# registers).
 CHUNK = {2: 64, 4: 16}
 LEAST = 16  # the fewest that tensor cores take
-# Chunks whose states are loaded together when they are scanned: real ones, complex ones.
+# Chunks whose states a scan loads together: for real poles, for complex ones.
 AHEAD = 8, 4
-# Programs that scan at the same time, if sequences are long enough: each is to load so many times.
+# The number of programs that a scan should have, and the minimum number of loads of each.
 SCANNING = 2048
 LEAST_LOADS = 8
 # For 16-bit rows: warps that sum a chunk (other programs have one for 16 ranks), and registers of a
@@ -110,10 +111,11 @@ def sums_kernel(
     ROWS: tl.constexpr, THROUGH: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr,
     SPAN: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Every chunk's own sums of rows x, measured at its last point (left) and its first (right).
+    """Sums of the rows x of each chunk, evaluated at its last point (left) and its first point
+    (right).
 
-    THROUGH: also the sums of ``mid_scale · κx`` for the kernel of the next points, but for what the
-    states of x add to them, which is done with the links once these are known.
+    THROUGH: also the sums of ``mid_scale · κx`` for the kernel of the next points, without the
+    contribution of the states of x. That is added later, through the links.
     """
     WIDTH = D if D > 0 else D8 * 8
     pair, head, chunk = program_chunk(HEADS, L, START, COUNT)
@@ -154,7 +156,7 @@ def sums_kernel(
             column = tl.arange(0, STATE_ROWS)[None, :]
             to = links_ptr + r[:, None] * ROWS + column
             tl.store(to, link, mask=kept[:, None] & (column < ROWS))
-        # 16 bits are enough for κ, as they are for W: all coefficients see the same error.
+        # κ in 16 bits is accurate enough, as for W: all coefficients have the same error.
         through = product(tl.trans(through), kappa.to(to_wide_range(x).dtype), COMPLEX)
         if not COMPLEX:  # a state of a real pole is like a row at the first or the last rank
             i = tl.arange(0, C)[None, :]
@@ -206,7 +208,9 @@ def link_kernel(
     links_ptr,  # (B, L, CHUNKS, ROWS, ROWS) float32
     D8, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Adds to every chunk's sums what states of the kernel before contribute through the links."""
+    """Adds to the sums of every chunk the contribution of the first kernel's states, through the
+    links.
+    """
     WIDTH = D if D > 0 else D8 * 8
     chunk = tl.program_id(0).to(tl.int64)
     r = tl.arange(0, STATE_ROWS)
@@ -223,16 +227,16 @@ def link_kernel(
 
 @triton.jit
 def real_decay(x, k, ROWS: tl.constexpr):
-    """The share of a real state (k = 0) or of its ties (k = 1) that is left after a distance x."""
+    """Decay over a distance x of a real state (k = 0), or of its ties (k = 1)."""
     left = exp2(x * -LOG2E)
-    if ROWS > 2:  # a tie goes on as long as the point stays the same
+    if ROWS > 2:  # a tie carries on while the point stays the same
         left = tl.where(k == 0, left, tl.where(x == 0, 1.0, 0.0))[:, None]
     return left
 
 
 @triton.jit
 def carry_in_point(points_ptr, i, rightwards, N, CHUNKS, C: tl.constexpr):
-    """The point at the near end of the i-th chunk of a scan, where states enter it."""
+    """The point at the near end of the i-th chunk of a scan, where the carry-in is evaluated."""
     return point_at(points_ptr, tl.where(rightwards, i * C, (CHUNKS - i) * C - 1), N)
 
 
@@ -251,13 +255,14 @@ def scan_kernel(
 ):  # fmt: skip
     """Replaces the chunks' own sums by the states that enter them, in place.
 
-    A tile is (states of one direction, columns): poles, or the state and its ties. AHEAD chunks are
-    loaded before the first of them is overwritten, so that loads overlap. THROUGH: what
-    `link_kernel` does for complex poles is done here for a real one, which has two states.
+    A tile is (states of one direction, columns): the poles, or the state and its ties. AHEAD chunks
+    are loaded before the first of them is overwritten, so that loads overlap. THROUGH: for a real
+    pole, which has two states, this kernel also does the work of `link_kernel`.
 
-    Where sequences are long and few, `ends` has room for what leaves each segment of LENGTH chunks.
-    A launch with ENDS_ONLY scans every segment from nothing and writes that; how much of it is left
-    where another segment begins follows from the points, so all segments are scanned at once.
+    If sequences are long and few, `ends` holds the carry-out of each segment of LENGTH chunks. A
+    launch with ENDS_ONLY scans every segment with zero carry-in and writes its carry-out. The decay
+    to the start of a later segment follows from the points, so the second launch scans all segments
+    in parallel.
     """
     WIDTH = D if D > 0 else D8 * 8
     pair = (tl.program_id(0) // SEGMENTS).to(tl.int64)
@@ -302,7 +307,7 @@ def scan_kernel(
                 else:
                     state += real_decay(x, k, ROWS) * end_re
     for i in range(begin, end, AHEAD):
-        # All loads come before the first store: none could move across it.
+        # All loads come before the first store, because the compiler moves no load across a store.
         owns = ()
         gaps = ()
         for u in tl.static_range(AHEAD):
@@ -323,7 +328,8 @@ def scan_kernel(
                     own += tl.load(links, mask=here, other=0.0)[:, None] * left[None, :]
                     own += tl.load(links + 1, mask=here, other=0.0)[:, None] * right[None, :]
                 owns = owns + (own,)
-            # From where the state and the chunk's sums are measured to the next chunk's near end.
+            # Distances from where the state and the chunk's sums are evaluated to the near end of
+            # the next chunk.
             near_end = point_at(points_ptr, chunk * C + tl.where(rightwards, 0, C - 1), N)
             far_end = point_at(points_ptr, chunk * C + tl.where(rightwards, C - 1, 0), N)
             beyond = point_at(points_ptr, chunk * C + tl.where(rightwards, C, -1), N)
@@ -355,22 +361,23 @@ def scan_kernel(
 
 
 def chunk_size(ranks: int, dtype: torch.dtype) -> int:
-    """Ranks of a chunk: fewer where there are not so many."""
+    """Ranks per chunk: fewer for short sequences."""
     return min(CHUNK[dtype.itemsize], max(LEAST, power_of_2(ranks)))
 
 
 def column_block(width: int, fp32_rows: bool) -> int:
-    """Columns that a program holds at once, a power of two that wastes little."""
+    """Columns per block: a power of two that wastes few columns."""
     if fp32_rows:
         return min(32, max(16, power_of_2(width)))
     return 64 if width % 64 == 0 else 32
 
 
 def segment_length(chunks: int, ahead: int, scans: int) -> int:
-    """Chunks that a program scans: all, unless scans are few and long.
+    """Chunks per scan segment: all, unless scans are few and long.
 
-    A program looks at the ends of all segments before its own, one at a time, and scans its own
-    twice, `ahead` chunks at a time: the square root balances the two, and has to be worth it.
+    A program reads the carry-outs of all earlier segments one at a time, and scans its own segment
+    twice, `ahead` chunks at a time. The square root balances these two costs; segments are used
+    only if they save time.
     """
     steps = ceil_div(chunks, ahead)
     segments = min(SCANNING // max(1, scans), math.isqrt(2 * steps))
@@ -402,7 +409,7 @@ def state_table(metric: str, fp32_rows: bool) -> tuple[float, ...]:
 
 @dataclass(frozen=True, eq=False)  # one object for every shape: the key of what is made of it
 class Chunks:
-    """How the ranks of some plans are cut into chunks, and kernels launched on them."""
+    """How the ranks of some plans are divided into chunks, and how kernels are launched on them."""
 
     batch: int
     slices: int
@@ -441,9 +448,9 @@ class Chunks:
         return state_table(self.metric, self.fp32_rows)
 
     def state_rows(self, ties: bool) -> int:
-        """State rows of a chunk, both directions together; none where one chunk has all ranks.
+        """State rows per chunk, both directions together; zero if there is only one chunk.
 
-        Only the absolute metric minds ties.
+        Only the absolute metric treats ties separately.
         """
         if self.count == 1:
             return 0
@@ -452,7 +459,8 @@ class Chunks:
         return 4 * len(exponential_table(self.metric, self.fp32_rows).poles)
 
     def state_dtype(self) -> torch.dtype:
-        """Of states: they meet 16-bit coefficients as 16-bit numbers, unless large weights cancel.
+        """The dtype of states: 16 bits for 16-bit rows and a real pole; float32 if large weights
+        cancel.
 
         The interpreter has no bfloat16, and takes float32 for what needs its range
         (`to_wide_range`).
@@ -470,7 +478,9 @@ class Chunks:
         return scratch
 
     def by_chunk(self, total: Tensor) -> Tensor:
-        """Room for a sum per chunk: that of the total itself, if there is only one."""
+        """A buffer for one sum per chunk; if there is only one chunk, the buffer of the total
+        itself.
+        """
         if self.count == 1:
             return total
         return total.new_empty(self.batch, self.slices, self.count)
@@ -478,8 +488,8 @@ class Chunks:
     def launches(self, kernel: Any, name: str, width: int, **options: Any) -> list[Launch]:
         """Launches of a kernel on all chunks, or on the full ones and on the last one apart.
 
-        Masks cost a sixth of all instructions (of `sums`, less than another launch), and a few
-        ranks that are left need no program for 64.
+        Masks cost a sixth of all instructions (in `sums` less than another launch), and a short
+        last chunk does not need a program for 64 ranks.
         """
         block_d = column_block(width, self.fp32_rows)
         full = self.ranks // self.span if width % block_d == 0 else 0
@@ -501,7 +511,7 @@ class Chunks:
         return launches
 
     def _tuned(self, name: str, ranks: int) -> dict[str, int]:
-        """Warps of a program that has so many ranks, and registers of a thread."""
+        """Warps per program, and registers per thread, for this number of ranks."""
         if self.fp32_rows:
             return {"num_warps": 1 if name == "sums" else 2}
         warps = ranks // 16
@@ -558,7 +568,7 @@ def _scan(
     chunks: Chunks, points: Tensor, inv_bandwidth: Tensor, states: Tensor, before: Tensor | None,
     links: Tensor | None,
 ) -> None:  # fmt: skip
-    """Every chunk's own sums to the states that enter it, in place."""
+    """Replaces the sums of every chunk by the states that enter it, in place."""
     rows, width = states.shape[-2:]
     segments, scans = _scans(chunks, rows, width, before is not None)
     ends = None
