@@ -63,7 +63,7 @@ def step(sums, untied, row, gap, rate):
 
 
 @triton.jit
-def start_walk(G: tl.constexpr, BLOCK_D: tl.constexpr):
+def start_scan(G: tl.constexpr, BLOCK_D: tl.constexpr):
     """Initial values of a scan: sums, sums without ties, and the previous row, all zero."""
     shape: tl.constexpr = (G, BLOCK_D)
     return tl.zeros(shape, tl.float32), tl.zeros(shape, tl.float32), tl.zeros(shape, tl.float32)
@@ -86,12 +86,12 @@ def load_rank(x_ptr, order_ptr, scale_ptr, points_ptr, at: tl.constexpr, inside,
 
 
 @triton.jit
-def keep(to, row, mask):
+def store_row(to, row, mask):
     tl.store(to, row.to(to.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def kept(there, mask):
+def load_row(there, mask):
     return tl.load(there, mask=mask, other=0.0).to(tl.float32)
 
 
@@ -105,12 +105,12 @@ def program_pairs(PAIRS, L, N, G: tl.constexpr):
 
 
 @triton.jit
-def keep_sums_before(
+def store_sums_before(
     x_ptr, order_ptr, scale_ptr, points_ptr, out_ptr, N, there, columns, rate, WIDTH,
     G: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """The first scan: writes ``before_n + x_n`` of every rank to `out`."""
-    before, _, row = start_walk(G, BLOCK_D)
+    before, _, row = start_scan(G, BLOCK_D)
     last = tl.load(points_ptr)
     for start in range(0, N, UNROLL):
         found = ()
@@ -125,7 +125,7 @@ def keep_sums_before(
             before, _ = step(before, before, row, point - last, rate)
             row = x * scale[:, None]
             last = point
-            keep(out_ptr + u * WIDTH, before + row, there & columns & (start + u < N))
+            store_row(out_ptr + u * WIDTH, before + row, there & columns & (start + u < N))
         points_ptr += UNROLL
         order_ptr += UNROLL
         if scale_ptr is not None:
@@ -168,14 +168,14 @@ def narrow_apply_kernel(
     if key_scale_ptr is not None:
         key_scale_ptr = key_scale_ptr + ranks
     query_points_ptr = query_points_ptr + ranks
-    keep_sums_before(
+    store_sums_before(
         x_ptr, key_order_ptr, key_scale_ptr, key_points_ptr, w_ptr, N, there, columns, rate, WIDTH,
         G, BLOCK_D, UNROLL,
     )  # fmt: skip
     tl.debug_barrier()
 
-    x_behind, _, x_row = start_walk(G, BLOCK_D)
-    w_behind, _, w_row = start_walk(G, BLOCK_D)
+    x_behind, _, x_row = start_scan(G, BLOCK_D)
+    w_behind, _, w_row = start_scan(G, BLOCK_D)
     k_last = tl.load(key_points_ptr + (N - 1))
     q_last = tl.load(query_points_ptr + (N - 1))
     for block in range(tl.cdiv(N, UNROLL)):
@@ -196,7 +196,7 @@ def narrow_apply_kernel(
             )  # fmt: skip
             q_point = tl.load(points_here + u, mask=inside, other=0.0)
             mid_scale = tl.load(mid_scale_here + u, mask=inside, other=0.0)
-            x_sums = kept(w_here + u * WIDTH, inside & columns)
+            x_sums = load_row(w_here + u * WIDTH, inside & columns)
             found = found + ((key, q_point, mid_scale, x_sums),)
         for u in tl.static_range(UNROLL - 1, -1, -1):
             key, q_point, mid_scale, x_sums = found[UNROLL - 1 - u]
@@ -208,11 +208,11 @@ def narrow_apply_kernel(
             k_last = k_point
             q_last = q_point
             mask = there & columns & (start + u < N)
-            keep(w_here + u * WIDTH, w_row, mask)
-            keep(behind_here + u * WIDTH, w_behind, mask)
+            store_row(w_here + u * WIDTH, w_row, mask)
+            store_row(behind_here + u * WIDTH, w_behind, mask)
     tl.debug_barrier()
 
-    w_before, _, w_row = start_walk(G, BLOCK_D)
+    w_before, _, w_row = start_scan(G, BLOCK_D)
     q_last = tl.load(query_points_ptr)
     for start in range(0, N, UNROLL):
         points_here = query_points_ptr + start
@@ -227,8 +227,8 @@ def narrow_apply_kernel(
             scale = weight
             if query_scale_ptr is not None:
                 scale *= tl.load(query_scale_ptr + ranks + (start + u), mask=inside, other=0.0)
-            w = kept(w_here + u * WIDTH, inside & columns)
-            behind = kept(behind_here + u * WIDTH, inside & columns)
+            w = load_row(w_here + u * WIDTH, inside & columns)
+            behind = load_row(behind_here + u * WIDTH, inside & columns)
             found = found + ((q_point, token, scale, w, behind),)
         for u in tl.static_range(UNROLL):
             q_point, token, scale, w, behind = found[u]
@@ -298,20 +298,20 @@ def narrow_grad_kernel(
         dx_ptr = dx_ptr + ((head * KEYS * WIDTH)[:, None] + d)
         if dg_ptr is not None:
             dg_ptr = dg_ptr + ((head * QUERIES * WIDTH)[:, None] + d)
-    keep_sums_before(
+    store_sums_before(
         x_ptr, key_order_ptr, key_scale_ptr, key_points_ptr, w_ptr, N, there, columns, rate, WIDTH,
         G, BLOCK_D, UNROLL,
     )  # fmt: skip
-    keep_sums_before(
+    store_sums_before(
         g_ptr, query_order_ptr, query_scale_ptr, query_points_ptr, p_ptr, N, there, columns, rate,
         WIDTH, G, BLOCK_D, UNROLL,
     )  # fmt: skip
     tl.debug_barrier()
 
-    x_sums, x_untied, x = start_walk(G, BLOCK_D)
-    g_sums, g_untied, g = start_walk(G, BLOCK_D)
-    w_sums, w_untied, w = start_walk(G, BLOCK_D)
-    p_sums, p_untied, p = start_walk(G, BLOCK_D)
+    x_sums, x_untied, x = start_scan(G, BLOCK_D)
+    g_sums, g_untied, g = start_scan(G, BLOCK_D)
+    w_sums, w_untied, w = start_scan(G, BLOCK_D)
+    p_sums, p_untied, p = start_scan(G, BLOCK_D)
     total = tl.zeros((G,), tl.float32)
     k_last = tl.load(key_points_ptr + (N - 1))
     q_last = tl.load(query_points_ptr + (N - 1))
@@ -338,8 +338,8 @@ def narrow_grad_kernel(
                 columns, WIDTH,
             )  # fmt: skip
             mid_scale = tl.load(mid_scale_here + u, mask=inside, other=0.0)
-            y_part = kept(w_here + u * WIDTH, inside & columns)
-            z_part = kept(p_here + u * WIDTH, inside & columns)
+            y_part = load_row(w_here + u * WIDTH, inside & columns)
+            z_part = load_row(p_here + u * WIDTH, inside & columns)
             found = found + ((key, query, mid_scale, y_part, z_part),)
         for u in tl.static_range(UNROLL - 1, -1, -1):
             key, query, mid_scale, y_part, z_part = found[UNROLL - 1 - u]
@@ -364,10 +364,10 @@ def narrow_grad_kernel(
                 p = z * mid_scale[:, None]
                 inside = there_pair & (start + u < N)
                 mask = inside[:, None] & columns
-                keep(w_here + u * WIDTH, w, mask)
-                keep(p_here + u * WIDTH, p, mask)
-                keep(w_behind_ptr + start * WIDTH + u * WIDTH, w_sums, mask)
-                keep(p_behind_ptr + start * WIDTH + u * WIDTH, p_sums, mask)
+                store_row(w_here + u * WIDTH, w, mask)
+                store_row(p_here + u * WIDTH, p, mask)
+                store_row(w_behind_ptr + start * WIDTH + u * WIDTH, w_sums, mask)
+                store_row(p_behind_ptr + start * WIDTH + u * WIDTH, p_sums, mask)
                 d_mid_scale = tl.where(mid_scale == 0, 0.0, dots * weight)
                 tl.store(d_mid_scale_ptr + ranks + start + u, d_mid_scale, mask=inside)
                 q_pull = tl.sum(w * g_untied + g * w_untied, 1)
@@ -379,10 +379,10 @@ def narrow_grad_kernel(
 
     if weight_ptr is not None:
         tl.debug_barrier()
-        x_sums, x_untied, x = start_walk(G, BLOCK_D)
-        g_sums, g_untied, g = start_walk(G, BLOCK_D)
-        w_sums, w_untied, w = start_walk(G, BLOCK_D)
-        p_sums, p_untied, p = start_walk(G, BLOCK_D)
+        x_sums, x_untied, x = start_scan(G, BLOCK_D)
+        g_sums, g_untied, g = start_scan(G, BLOCK_D)
+        w_sums, w_untied, w = start_scan(G, BLOCK_D)
+        p_sums, p_untied, p = start_scan(G, BLOCK_D)
         k_last = tl.load(key_points_ptr)
         q_last = tl.load(query_points_ptr)
         force_unit = weight * inv_bandwidth
@@ -405,10 +405,10 @@ def narrow_grad_kernel(
                     g_ptr, query_order_ptr + start, q_scale_here, query_points_ptr + start, u,
                     inside, columns, WIDTH,
                 )  # fmt: skip
-                w_row = kept(w_ptr + start * WIDTH + u * WIDTH, mask)
-                p_row = kept(p_ptr + start * WIDTH + u * WIDTH, mask)
-                w_behind = kept(w_behind_ptr + start * WIDTH + u * WIDTH, mask)
-                p_behind = kept(p_behind_ptr + start * WIDTH + u * WIDTH, mask)
+                w_row = load_row(w_ptr + start * WIDTH + u * WIDTH, mask)
+                p_row = load_row(p_ptr + start * WIDTH + u * WIDTH, mask)
+                w_behind = load_row(w_behind_ptr + start * WIDTH + u * WIDTH, mask)
+                p_behind = load_row(p_behind_ptr + start * WIDTH + u * WIDTH, mask)
                 q_pull = tl.load(d_query_points_ptr + start + u, mask=inside, other=0.0)
                 k_pull = tl.load(d_key_points_ptr + start + u, mask=inside, other=0.0)
                 rows = (w_row, p_row, w_behind, p_behind)
