@@ -181,7 +181,7 @@ def test_groups_are_the_cheapest() -> None:
         (([1, 4],), "must begin with 0 and never decrease"),
         (([0, 5, 4],), "must begin with 0 and never decrease"),
         (([0, 3],), "query has 4 tokens, but cu_seqlens_q ends with 3"),
-        (([0, 4], [0, 2, 4]), "of 1 sequences, cu_seqlens_k of 2"),
+        (([0, 4], [0, 2, 4]), "has 1 sequences, cu_seqlens_k has 2"),
         ((torch.tensor([0.0, 4.0]),), "must hold integers"),
     ],
 )

@@ -104,7 +104,7 @@ def _resolve(name: str, argument: str, mask: Tensor, tokens: Tensor, others: Ten
     if mask.dtype != torch.bool:
         raise ValueError(
             f"{name}: {argument} must be boolean (True = takes part), got {mask.dtype}; additive "
-            "masks do not exist here, because only padding can be masked (for a mask of 0 and 1 "
+            "masks are not supported, because only padding can be masked (for a mask of 0 and 1 "
             f"pass {argument}.bool())"
         )
     if mask.device != tokens.device:

@@ -87,8 +87,8 @@ class Packing:
             self.key_lengths = _lengths(name, "cu_seqlens_k", cu_seqlens_k)
         if len(self.key_lengths) != len(self.query_lengths):
             raise ValueError(
-                f"{name}: cu_seqlens_q tells of {len(self.query_lengths)} sequences, cu_seqlens_k "
-                f"of {len(self.key_lengths)}; every sequence has queries and keys, or none of them"
+                f"{name}: cu_seqlens_q has {len(self.query_lengths)} sequences, cu_seqlens_k has "
+                f"{len(self.key_lengths)}; they must have equally many (lengths may be 0)"
             )
         device = torch.device(device)
         self._groups, self._order = _groups(self.query_lengths, self.key_lengths, device)

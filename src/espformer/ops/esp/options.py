@@ -38,8 +38,8 @@ def _in_range(tau: float) -> str | None:
     if 0 <= tau <= MOST_INVERSE_TEMPERATURE:
         return None
     return (
-        f"must be in [0, {MOST_INVERSE_TEMPERATURE:g}], got {tau} (0 weighs all slices alike, 1e6 "
-        "takes the cheapest)"
+        f"must be in [0, {MOST_INVERSE_TEMPERATURE:g}], got {tau} (0 weights all slices equally, "
+        "1e6 selects the cheapest)"
     )
 
 
