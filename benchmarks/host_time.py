@@ -24,7 +24,7 @@ from espformer.lab.bench.attentions import find
 from espformer.lab.bench.cases import MODES, Case, largest_error
 from espformer.lab.bench.exact import Oracle, checked_heads, results
 from espformer.lab.bench.measure import calling
-from espformer.lab.clock import interleaved_seconds
+from espformer.lab.clock import as_graph, interleaved_seconds
 from espformer.lab.machine import machine
 
 BOTH = MODES[1]
@@ -71,24 +71,6 @@ def error_of(case: Case, device: torch.device) -> float:
     attention = find(case).make(case, device)
     got = results(attention, case.inputs(device), case.backward, checked_heads(case))
     return largest_error(got, Oracle([case], device)(case))
-
-
-def as_graph(call: Callable[[], object]) -> Callable[[], object]:
-    """The call as a CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-
-    def replay() -> Callable[[], object]:
-        graph.replay()
-        return call  # what was recorded reads its tensors, so they must stay
-
-    return replay
 
 
 def launches_of(call: Callable[[], object]) -> float:

@@ -95,8 +95,8 @@ def median_milliseconds(call: Call, device: torch.device, estimate: float, budge
     return 1e3 * interleaved_seconds([call], repeats, warm_up=0)[0]
 
 
-def graph_milliseconds(call: Call, repeats: int = 20) -> float:
-    """Return the median of replays of the call captured as a CUDA graph.
+def as_graph(call: Call) -> Call:
+    """Return what replays the call, captured as a CUDA graph.
 
     Raises:
         RuntimeError: the call cannot be captured.
@@ -109,7 +109,17 @@ def graph_milliseconds(call: Call, repeats: int = 20) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return _event_milliseconds(graph.replay, repeats)
+
+    def replay() -> Call:
+        graph.replay()
+        return call  # it holds the tensors that the graph reads
+
+    return replay
+
+
+def graph_milliseconds(call: Call, repeats: int = 20) -> float:
+    """Return the median of replays of the call, see :func:`as_graph`."""
+    return _event_milliseconds(as_graph(call), repeats)
 
 
 def _event_milliseconds(call: Call, repeats: int) -> float:
