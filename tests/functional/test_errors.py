@@ -274,3 +274,11 @@ def test_the_default_scale_follows_the_width() -> None:
         x = torch.randn(1, 1, 4, width)
         expected = esp_attention(x, x, x, temperature_unit="absolute", scale=width**-0.5)
         assert torch.equal(esp_attention(x, x, x, temperature_unit="absolute"), expected)
+
+
+def test_options_that_are_numbers_are_no_tensors():
+    """They would have no gradient, and be kept alive by whoever looks options up."""
+    q, k, v = torch.randn(3, 1, 1, 4, 2).unbind()
+    for option in ("inverse_temperature", "cost_exponent", "scale"):
+        with pytest.raises(TypeError, match=f"{option} must be a number, not a tensor"):
+            esp_attention(q, k, v, **{option: torch.tensor(1.0, requires_grad=True)})

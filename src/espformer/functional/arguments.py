@@ -64,7 +64,7 @@ def make_problem(
 
 def _chosen(name: str, options: Options, width: int) -> ESPOptions:
     """The checked options, with the scale of heads of this width; the same ones are looked up."""
-    learnt = isinstance(options.get("sort_temperature"), Tensor)
+    learnt = any(isinstance(option, Tensor) for option in options.values())
     if type(width) is int and not (learnt or torch.compiler.is_compiling()):  # not while tracing
         try:
             return _looked_up(name, width, **options)

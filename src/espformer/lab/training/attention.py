@@ -99,7 +99,7 @@ def slice_weights(
             costs.append((distance * plan).sum((-2, -1)))
             continue
         mean = (distance.square() * plan).sum((-2, -1)) / plan.sum((-2, -1)).clamp(min=1e-9)
-        costs.append(mean ** (settings["cost_exponent"] / 2))
+        costs.append(mean.clamp(min=0) ** (settings["cost_exponent"] / 2))
     preferred = torch.stack(costs, -1).mul(-tau)
     return (preferred if logits is None else preferred + logits).softmax(-1)
 

@@ -211,6 +211,8 @@ def check_option(name: str, option: Field[Any], value: Any) -> None:
     """Raises a TypeError or ValueError if `option` cannot have this value."""
     choices, check = option.metadata["choices"], option.metadata["check"]
     number = str(option.type).startswith("float")
+    if isinstance(value, Tensor) and "Tensor" not in str(option.type):
+        raise TypeError(f"{name}: {option.name} must be a number, not a tensor (pass float(x))")
     if choices is None and isinstance(value, str | bool if number else str):
         wanted = "a number" if number else "True, False or a number"
         raise TypeError(f"{name}: {option.name} must be {wanted}, got {value!r}")

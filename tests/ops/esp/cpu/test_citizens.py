@@ -144,6 +144,59 @@ def test_a_forked_process_has_threads_of_its_own():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+@pytest.mark.parametrize("imported", ["before", "after"])
+def test_kernels_that_a_forked_process_calls_first(imported):
+    """The parent has used torch's threads, and not the kernels."""
+    done = run_beside_torch(
+        f"""
+        import multiprocessing, signal, torch
+        if {imported == "before"}:
+            import espformer
+
+        def child():
+            signal.alarm(60)
+            from espformer.sorting import soft_sort
+            from espformer.ops.esp.cpu import threads
+            threads.WORTH_A_THREAD = 1
+            assert soft_sort(torch.randn(4, 50)).shape == (4, 50)
+
+        torch.set_num_threads(2)
+        torch.randn(1 << 20).exp()
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join()
+        assert process.exitcode == 0, process.exitcode
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_thread_that_cannot_begin_loses_nothing(monkeypatch):
+    """OpenMP may give one thread only; and ctypes drops what a signal's handler raises early."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    work, done = threads.shares(7, 1, 1 << 40), []
+
+    def kernel(h0, h1, *_):
+        done.append((h0, h1))
+
+    monkeypatch.setattr(threads._pool, "openmp", lambda body, *_: body(None))
+    threads.run(kernel, work, lambda index: ())
+    assert done == [share[:2] for share in work]
+    monkeypatch.setattr(threads._pool, "openmp", lambda *_: None)
+    with pytest.raises(KeyboardInterrupt):
+        threads.run(kernel, work, lambda index: ())
+
+
+def test_no_team_is_smaller_than_those_of_torch(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(threads._pool, "openmp", pytest.fail)
+    done = []
+    work = [threads.Share(i, i + 1, 0, 1, 0) for i in range(3)]
+    threads.run(lambda h0, *_: done.append(h0), work, lambda index: ())
+    assert sorted(done) == [0, 1, 2]
+
+
 @pytest.mark.parametrize(("heads", "slices"), [(1, 1), (1, 8), (3, 8), (8, 3), (5, 2)])
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_shares_cover_everything_once(heads, slices, count, monkeypatch):

@@ -23,14 +23,32 @@ def test_operators(ranks, learnt):
     numbers, mask = torch.randn(2, 6).double(), torch.arange(6) < torch.tensor([[6], [4]])
     t = torch.full((2,), 0.3).double() if learnt else None
     options = 0.3, "spread", ranks
-    _, kept = number_operators.mix_numbers(numbers, t, mask, *options)
+    _, *kept = number_operators.mix_numbers(numbers, t, mask, *options)
     backward = number_operators.mix_numbers_backward
-    arguments = torch.ones_like(numbers), kept, t, *options
+    arguments = torch.ones_like(numbers), *kept, t, *options
     torch.library.opcheck(backward.custom, arguments, test_utils=CHECKS)
     leaves = numbers.requires_grad_(), t.requires_grad_() if learnt else None
     torch.library.opcheck(
         number_operators.mix_numbers.custom, (*leaves, mask, *options), test_utils=CHECKS
     )
+
+
+@pytest.mark.parametrize("function", [sorting.soft_sort, sorting.soft_rank])
+def test_what_is_kept_may_be_compressed(function):
+    """As by hooks that keep activations in 16 bits: numbers are rounded, and no index is."""
+
+    def pack(x):
+        return x.bfloat16() if x.is_floating_point() else x
+
+    x, upstream = torch.randn(2, 2, 300)
+    found = []
+    for hooks in (pack, lambda x: x):
+        leaf = x.clone().requires_grad_()
+        unpack = lambda kept: kept.float() if kept.is_floating_point() else kept  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(hooks, unpack):
+            out = function(leaf)
+        found.append(torch.autograd.grad(out, leaf, upstream)[0])
+    assert (found[0] - found[1]).norm() < 0.5 * found[1].norm()
 
 
 KINDS = {

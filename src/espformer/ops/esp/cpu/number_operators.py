@@ -53,48 +53,51 @@ def _room(tokens: int, dtype: np.dtype) -> np.ndarray:
 def mix_numbers(
     numbers: Tensor, temperature: Tensor | None, mask: Tensor | None, t: float, unit: str,
     ranks: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Soft sorts of numbers (batch, N), or their `ranks`; and what the backward needs.
 
     Temperatures are (batch,), or one number t for all rows.
     """
     heads, tokens = numbers.shape
     limits, no_mask, constant = _constants(numbers.dtype)
-    out, kept = torch.empty_like(numbers), numbers.new_empty(_kept(numbers, ranks))
-    x, found, saved = _array(numbers), out.numpy(), kept.numpy()
+    out, kept, order = _outputs(numbers, ranks)
+    x, found, saved, orders = _array(numbers), out.numpy(), kept.numpy(), order.numpy()
     temperatures = constant if temperature is None else _array(temperature)
     masked = no_mask if mask is None else mask.numpy()
 
     def arguments(_: int) -> tuple[Any, ...]:
         return (
             x, masked, temperatures, t, unit == "spread", limits, ranks, found, saved,
-            saved.view(np.int32), np.empty(SHAPE), np.empty(2 * tokens, np.uint64),
+            orders, np.empty(SHAPE), np.empty(2 * tokens, np.uint64),
             np.empty((3, max(tokens, DIGITS)), np.int32), _room(tokens, x.dtype),
         )  # fmt: skip
 
     run(sort_or_rank, shares(heads, 1, heads * tokens * MULTIPLICATIONS), arguments)
-    return out, kept
+    return out, kept, order
 
 
-def _kept(numbers: Tensor, ranks: bool) -> tuple[int, int, int]:
+def _outputs(numbers: Tensor, ranks: bool) -> tuple[Tensor, Tensor, Tensor]:
     heads, tokens = numbers.shape
-    return heads, OF_RANKS if ranks else OF_SORT, tokens + SHAPE
+    kept = numbers.new_empty(heads, OF_RANKS if ranks else OF_SORT, tokens + SHAPE)
+    order = torch.empty(heads, tokens + 1, dtype=torch.int32, device=numbers.device)
+    return torch.empty_like(numbers), kept, order
 
 
 @mix_numbers.register_fake
-def _(numbers: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(numbers), numbers.new_empty(_kept(numbers, args[-1]))
+def _(numbers: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _outputs(numbers, args[-1])
 
 
 @operator("cpu_sort_or_rank_backward")
 def mix_numbers_backward(
-    upstream: Tensor, kept: Tensor, temperature: Tensor | None, t: float, unit: str, ranks: bool
-) -> list[Tensor]:
+    upstream: Tensor, kept: Tensor, order: Tensor, temperature: Tensor | None, t: float, unit: str,
+    ranks: bool,
+) -> list[Tensor]:  # fmt: skip
     """The gradient of numbers (batch, N), and that of temperatures (batch,) if there are some."""
     heads, tokens = upstream.shape
     limits, _, constant = _constants(upstream.dtype)
     found = [torch.empty_like(upstream)]
-    g, saved = _array(upstream), kept.numpy()
+    g, saved, orders = _array(upstream), kept.numpy(), order.numpy()
     if temperature is None:
         temperatures, d_temperatures = constant, np.empty(heads, g.dtype)
     else:
@@ -104,7 +107,7 @@ def mix_numbers_backward(
 
     def arguments(_: int) -> tuple[Any, ...]:
         return (
-            g, temperatures, t, unit == "spread", limits, ranks, saved, saved.view(np.int32),
+            g, temperatures, t, unit == "spread", limits, ranks, saved, orders,
             d_numbers, d_temperatures, _room(tokens, g.dtype),
         )  # fmt: skip
 
@@ -113,14 +116,16 @@ def mix_numbers_backward(
 
 
 @mix_numbers_backward.register_fake
-def _(upstream: Tensor, kept: Tensor, temperature: Tensor | None, *args: Any) -> list[Tensor]:
+def _(
+    upstream: Tensor, kept: Tensor, order: Tensor, temperature: Tensor | None, *args: Any
+) -> list[Tensor]:  # fmt: skip
     return [torch.empty_like(x) for x in (upstream, temperature) if x is not None]
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.options = inputs[3:]
-    ctx.save_for_backward(output[1], inputs[1])
-    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*output[1:], inputs[1])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 

@@ -29,12 +29,12 @@ from espformer.ops.esp.cpu.rows import clear, copy, number_ranks
 from espformer.ops.esp.cpu.sort import sort_tokens
 
 # What the forward keeps for the backward, in one array: every tensor costs microseconds. Rows of N
-# numbers: the order (as integers), sorted numbers, o, e, and the derivative of e_n in u_n where n
-# itself moves; of ranks also 1/q, and Σ_j sign(j - n) κ_nj.
-ORDER, POINTS, SCALES, SHIFTS, PULLS, OF_SORT = range(6)
-MASSES, SIGNS, OF_RANKS = range(5, 8)
-# Behind them, what `measure` finds (the mean from the middle number on) and one over the width;
-# behind the order, how many numbers take part.
+# numbers: sorted numbers, o, e, and the derivative of e_n in u_n where n itself moves; of ranks
+# also 1/q, and Σ_j sign(j - n) κ_nj. Behind them, what `measure` finds (the mean from the middle
+# number on) and one over the width. The order has an array of its own, since hooks on saved tensors
+# may round numbers, but not integers; behind it stands how many numbers take part.
+POINTS, SCALES, SHIFTS, PULLS, OF_SORT = range(5)
+MASSES, SIGNS, OF_RANKS = range(4, 7)
 INV_WIDTH, SHAPE = range(4, 6)
 # Room to work in, rows of N numbers.
 DECAYS, GAPS, LEFT, RIGHT, LEFT_FAR, RIGHT_FAR, WEIGHTS, MORE, FOUND, PRODUCT, ROOM = range(11)
@@ -175,14 +175,14 @@ def rank_row(points, n, tied, order, room, kept, out):  # type: ignore[no-untype
 @kernel
 def sort_or_rank(
     h0, h1, l0, l1, numbers, mask, temperatures, t, in_spreads, limits, ranks, out, kept,
-    as_integers, shape, keys, integers, room,
+    orders, shape, keys, integers, room,
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """Soft sorts, or ranks, of (batch, N) numbers; NaN for rows that hold one, zero for padding."""
     unit = unit_of(temperatures, in_spreads, limits)
     spare, counts, tokens = integers[0], integers[1], number_ranks(integers[2])
     size = numbers.shape[1]
     for head in range(h0, h1):
-        n, own, order = size, kept[head], as_integers[head, ORDER]
+        n, own, order = size, kept[head], orders[head]
         if mask.shape[1] > 0:
             clear(out[head], size)
             n = 0
@@ -292,7 +292,7 @@ def width_gradient(points, n, mean, inv_width, ranks, upstream, shifts, found): 
 
 @kernel
 def sort_or_rank_gradient(
-    h0, h1, l0, l1, upstream, temperatures, t, in_spreads, limits, ranks, kept, as_integers,
+    h0, h1, l0, l1, upstream, temperatures, t, in_spreads, limits, ranks, kept, orders,
     d_numbers, d_temperatures, room,
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """Gradients in the numbers and in the temperatures; `d_numbers` is zero for padding.
@@ -302,7 +302,7 @@ def sort_or_rank_gradient(
     unit = unit_of(temperatures, in_spreads, limits)
     size = upstream.shape[1]
     for head in range(h0, h1):
-        own, tokens, points = kept[head], as_integers[head, ORDER], kept[head, POINTS]
+        own, tokens, points = kept[head], orders[head], kept[head, POINTS]
         n, shape = np.int64(tokens[size]), points[size:]  # as in the forward: one type to compile
         d_temperatures[head] = 0
         if n < size:

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from espformer.ops.common.forks import is_forked
+
 # With fewer multiplications than this, waking another thread takes longer than the work.
 WORTH_A_THREAD = 1 << 18
 
@@ -60,7 +62,13 @@ _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def _find_openmp() -> Any:
-    """``GOMP_parallel`` of the library that torch is linked with; None if it has another one."""
+    """``GOMP_parallel`` of the OpenMP that torch is linked with; None if it has no such function.
+
+    None, too, in a process that was forked off: OpenMP's threads do not live on in it, and OpenMP,
+    which does not know, would wait for them.
+    """
+    if is_forked():
+        return None
     try:
         torch_library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         found = torch_library.GOMP_parallel
@@ -71,10 +79,7 @@ def _find_openmp() -> Any:
 
 
 class _Pool:
-    """Threads that wait for work; a process that was forked off starts its own.
-
-    OpenMP's do not live on in such a process, and OpenMP does not know.
-    """
+    """Threads that wait for work; a process that was forked off starts its own."""
 
     def __init__(self) -> None:
         self.openmp = _find_openmp()
@@ -118,7 +123,8 @@ def run(kernel: Callable[..., Any], work: list[Share], arguments: Callable[[int]
         for index in range(len(work)):
             one(index)
         return
-    if _pool.openmp is not None:
+    # A smaller team would end torch's other threads, which torch would then start again.
+    if _pool.openmp is not None and len(work) >= torch.get_num_threads():
         _run_with_torch(one, len(work), threads)
         return
     executor = _pool.of(threads - 1)
@@ -132,10 +138,11 @@ def run(kernel: Callable[..., Any], work: list[Share], arguments: Callable[[int]
 
 def _run_with_torch(one: Callable[[int], None], count: int, threads: int) -> None:
     """``one(i)`` for every i, in as many threads as OpenMP gives."""
-    left, errors = iter(range(count)), []
+    left, errors, began = iter(range(count)), [], set()
 
     def work(_: int) -> None:
         try:
+            began.add(threading.get_ident())
             for index in left:  # which Python's lock hands out one by one
                 one(index)
         except BaseException as error:  # nobody above would hear of it
@@ -144,3 +151,8 @@ def _run_with_torch(one: Callable[[int], None], count: int, threads: int) -> Non
     _pool.openmp(_BODY(work), None, threads, 0)
     if errors:
         raise errors[0]
+    if threading.get_ident() not in began:
+        # A signal came before `try`, and ctypes drops what its handler raised, most likely this.
+        raise KeyboardInterrupt
+    for index in left:  # none is left unless OpenMP gave no thread that could work
+        one(index)
