@@ -45,6 +45,7 @@ LENGTHS, BATCHES, WIDTH = (100, 1_000, 10_000, 100_000, 1_000_000), (1, 64), 8
 TEMPERATURE = 0.1  # shares of the spread, which is one here
 SECONDS, GIGABYTES = 8.0, 8.0  # limits: of one size, and again of its check; of a process
 IMPORTS = 60.0  # seconds until a process has begun
+COMPILES = 40.0  # seconds of the first call of a size on a GPU, which is not timed
 DENSE_ORACLE = 1e7  # entries of all matrices: up to here the oracle is the dense formula
 TORCH_ORACLE = 2e6  # numbers: up to here the oracle of ours is the operator in torch
 TOLERANCE, PEER_TOLERANCE = 1e-3, 1e-2
@@ -198,6 +199,9 @@ def measure(task: str, method: str, count: int, batch: int, device: str) -> Iter
     tensors = inputs(task, batch, count, device, torch.float32)
     cuda = device == "cuda"
     if cuda:
+        forward_backward(sort, tensors)  # kernels are compiled
+        torch.cuda.synchronize()
+        yield {"compiled": True}
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     else:
@@ -270,7 +274,8 @@ def run(
                 now = found.setdefault(method, {}).setdefault(news["count"], {})
             elif now is not None:
                 now.update(news)
-            limit = SECONDS
+            # On a GPU the first call of a size may compile kernels, which takes its time.
+            limit = COMPILES if "count" in news and device == "cuda" else SECONDS
         process.wait()
         errors.seek(0)
         text = errors.read()
@@ -386,7 +391,8 @@ def main() -> int:
         "repeats": f"least of as many as fit in {ENOUGH:g} s, one at least, forward + backward; on "
         "a CPU the time that the process computed, on one thread",
         "memory": "peak above what the inputs and the loaded libraries take, in 10⁶ bytes",
-        "limits": f"{SECONDS:g} s for a size, and again for its check; on a CPU {GIGABYTES:g} GB",
+        "limits": f"{SECONDS:g} s for a size, and again for its check; on a CPU {GIGABYTES:g} GB; "
+        "on a GPU the first call, which compiles kernels, is not timed",
         "error": "largest ‖difference‖ / ‖exact‖ of output and gradients: espformer and dense "
         f"against the dense formula in float64 up to batch · N² = {DENSE_ORACLE:g}, espformer then "
         f"against its torch operator in float64 up to batch · N = {TORCH_ORACLE:g}; all others "

@@ -7,8 +7,10 @@ from torch import Tensor
 
 from espformer.ops.common.masks import zero_padding
 from espformer.ops.esp import linear
-from espformer.ops.esp.problem import Problem
+from espformer.ops.esp.options import ESPOptions
+from espformer.ops.esp.problem import LEAST_TEMPERATURE, MOST_TEMPERATURE, Problem, near_one
 from espformer.ops.esp.triton import hard_plan, soft_plan
+from espformer.ops.esp.triton.numbers import rank_numbers, sort_numbers
 from espformer.ops.esp.triton.sort import blocks_of_tokens
 
 MOST_WIDTH = 256
@@ -56,3 +58,37 @@ def plan(problem: Problem) -> Tensor:
     eye = torch.eye(key.shape[-2], dtype=problem.dtype, device=key.device)
     rows = zero_padding(eye.expand(key.shape[0], -1, -1), problem.key_mask)
     return torch.cat([attend(problem, block) for block in rows.split(64, -1)], -1)
+
+
+def takes_numbers(numbers: Tensor, options: ESPOptions) -> bool:
+    """Whether `mix_numbers` knows these options, and numbers of this dtype."""
+    return (
+        options.metric == "absolute"
+        and options.balance == "rows"
+        and not options.hard
+        and numbers.dtype == torch.float32
+        and numbers.shape[-1] < 1 << 31
+        and blocks_of_tokens(numbers.shape[-1], 1) <= MOST_BLOCKS
+    )
+
+
+def mix_numbers(
+    numbers: Tensor, mask: Tensor | None, options: ESPOptions, unit: str, *, ranks: bool
+) -> Tensor:
+    """``A x`` of numbers x (batch, N), or their expected `ranks`, with A the soft sort of x.
+
+    Ranks are ``Σ_n n A[n, i] / Σ_n A[n, i]``, counted from one; those of padding are zero.
+    """
+    t, batch = options.sort_temperature, numbers.shape[0]
+    least, most = LEAST_TEMPERATURE["absolute"], MOST_TEMPERATURE
+    operator = rank_numbers if ranks else sort_numbers
+    in_spreads = unit == "spread"
+    if in_spreads and not (isinstance(t, Tensor) or torch.compiler.is_compiling()):
+        inv_bandwidth = numbers.new_full((batch,), 1 / min(max(t, least), most))
+        return operator(numbers, inv_bandwidth, mask, in_spreads)[0]
+    factor = numbers.new_ones(batch, 1)
+    if not in_spreads:  # beyond float32 neither a width nor its inverse would be a number
+        numbers, factor = near_one(numbers)
+    inv_bandwidth = 1 / (factor.squeeze(-1) * t).clamp(least, most)
+    out: Tensor = operator(numbers, inv_bandwidth, mask, in_spreads)[0]
+    return out if ranks or in_spreads else out / factor
