@@ -8,7 +8,7 @@ from torch import Tensor
 from espformer.ops.common.masks import zero_padding
 from espformer.ops.esp import linear
 from espformer.ops.esp.problem import Problem
-from espformer.ops.esp.triton import hard_plan, soft_plan
+from espformer.ops.esp.triton import hard_plan, soft_attention
 from espformer.ops.esp.triton.sort import blocks_of_tokens
 
 MOST_WIDTH = 256
@@ -21,7 +21,7 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
     Rows of `value` that are padding are zero.
     """
     if _supported(problem, value):
-        out = (hard_plan if problem.options.hard else soft_plan).attend(problem, value)
+        out = (hard_plan if problem.options.hard else soft_attention).attend(problem, value)
     else:
         out = (linear.attend(problem, value) + problem.nonfinite_marker().view(-1, 1, 1)).to(
             value.dtype

@@ -38,8 +38,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from espformer.ops.common.autograd import refuse_double_backward
-from espformer.ops.common.custom_op import Operator, operator
 from espformer.ops.common.triton import Launch, Shape, once, power_of_2
 from espformer.ops.esp.balancing import chebyshev_exponents
 from espformer.ops.esp.triton import dense_columns
@@ -293,22 +291,27 @@ def scan_column(
             tl.debug_barrier()  # the next scan reads what this one has written
 
 
-@triton.jit(do_not_specialize=("L",))
+@triton.jit(do_not_specialize=("L", "HEADS"))
 def column_kernel(
     x_ptr,  # (B, L, N) float32, or None: ones
     p_ptr,  # (B, L, N) float32, for a slope
     points_ptr,  # (B, L, N) float32
-    lengths_ptr,  # (B,) int32, or None
-    inv_bandwidth_ptr,  # (B,) float32
+    lengths_ptr,  # (HEADS,) int32, or None
+    inv_bandwidth_ptr,  # (HEADS,) float32
     y_ptr,  # (B, L, N) float32
     slope_ptr,  # (B, L, N) float32
-    N, L, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
+    N, L, HEADS, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normalisers of one slice, or a slope; :func:`scan_pole` says which."""
+    """Normalisers of one slice, or a slope; :func:`scan_pole` says which.
+
+    B is HEADS, or twice that: the keys of all heads follow the queries.
+    """
     pair = tl.program_id(0).to(tl.int64)
+    head = pair // L % HEADS
     length = N
     if lengths_ptr is not None:
-        length = tl.load(lengths_ptr + pair // L)
+        length = tl.load(lengths_ptr + head)
     if x_ptr is not None:
         x_ptr += pair * N
     if y_ptr is not None:
@@ -316,46 +319,54 @@ def column_kernel(
     if p_ptr is not None:
         p_ptr += pair * N
         slope_ptr += pair * N
-    inv_bandwidth = tl.load(inv_bandwidth_ptr + pair // L)
+    inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
     scan_column(
         points_ptr + pair * N, x_ptr, p_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N, TABLE,
         POLES, COMPLEX, BLOCK,
     )  # fmt: skip
 
 
-def column_config(shape: Shape, metric: str, fp32_rows: bool) -> dict[str, Any]:
-    """Arguments of the kernels that scan along the ranks: sizes, and the table of κ."""
+def column_config(shape: Shape, heads: int, metric: str, fp32_rows: bool) -> dict[str, Any]:
+    """Arguments of the kernels that scan along the ranks: sizes, and the table of κ.
+
+    The shape is that of points; `heads` are those of one side.
+    """
     table = exponential_table(metric, fp32_rows)
     numbers = tuple(
         number
         for w, p in zip(table.weights, table.poles, strict=True)
         for number in (complex(w).real, complex(w).imag, complex(p).real, complex(p).imag)
     )
-    batch, slices, ranks = shape
-    most = BLOCK if batch * slices < CROWD else CROWDED_BLOCK
+    _, slices, ranks = shape
+    most = BLOCK if heads * slices < CROWD else CROWDED_BLOCK
     block = min(most, max(LEAST_BLOCK, power_of_2(ranks)))
     return {
-        "N": ranks, "L": slices, "TABLE": numbers, "POLES": len(table.poles),
+        "N": ranks, "L": slices, "HEADS": heads, "TABLE": numbers, "POLES": len(table.poles),
         "COMPLEX": metric != "absolute", "BLOCK": block,
         "num_warps": max(1, block // 256),
     }  # fmt: skip
 
 
 @once
-def columns(shape: Shape, metric: str, fp32_rows: bool) -> Launch:
+def columns(shape: Shape, heads: int, metric: str, fp32_rows: bool) -> Launch:
     """Normalisers or a slope of every slice of points, by scans or by whole rows of κ."""
     grid = (shape[0] * shape[1],)
     if dense_columns.fits(shape, metric):
-        return Launch(dense_columns.dense_column_kernel, grid, **dense_columns.config(shape))
-    return Launch(column_kernel, grid, **column_config(shape, metric, fp32_rows))
+        return Launch(dense_columns.dense_column_kernel, grid, **dense_columns.config(shape, heads))
+    return Launch(column_kernel, grid, **column_config(shape, heads, metric, fp32_rows))
 
 
 @once
-def _balance(shape: Shape, metric: str, fp32_rows: bool, exponents: tuple[float, ...]) -> Launch:
+def _balance(
+    shape: Shape, heads: int, metric: str, fp32_rows: bool, exponents: tuple[float, ...]
+) -> Launch:
     return Launch(
         balance_kernel, (shape[0] * shape[1],), EXPONENTS=exponents, STEPS=len(exponents),
-        **column_config(shape, metric, fp32_rows),
+        **column_config(shape, heads, metric, fp32_rows),
     )  # fmt: skip
+
+
+# Points below may be those of queries and keys together: (2 · batch, L, N).
 
 
 def sorted_slope(
@@ -363,7 +374,8 @@ def sorted_slope(
 ) -> Tensor:
     """``p · κ'x + x · κ'p``: the gradient of ``pᵀ κ x`` in the points."""
     slope = torch.empty_like(points)
-    columns(points.shape, metric, fp32_rows)(x, p, points, None, inv_bandwidth, None, slope)
+    column = columns(points.shape, inv_bandwidth.shape[0], metric, fp32_rows)
+    column(x, p, points, None, inv_bandwidth, None, slope)
     return slope
 
 
@@ -372,62 +384,29 @@ def bandwidth_gradient(d_points: Tensor, points: Tensor, inv_bandwidth: Tensor) 
     # The terms nearly cancel, so points are centred and the sum is in float64.
     centred = points - points.mean(-1, keepdim=True)
     total = (d_points * centred).sum((1, 2), dtype=torch.float64)
-    return (total / inv_bandwidth).to(d_points.dtype)
+    each = (total.view(-1, *inv_bandwidth.shape) / inv_bandwidth).to(d_points.dtype)
+    return each.sum(0)
 
 
-def register_scales(scales: Operator, backward: Operator) -> None:
-    """Registers the fake and autograd rules of an operator that computes scales.
-
-    `scales` takes (points, lengths, inv_bandwidth, metric, fp32_rows); `backward` takes its
-    upstream and its result with the same, but for the lengths: padding has scales of zero.
-    """
-
-    def empty(points: Tensor, *_: Any) -> Tensor:
-        return points.new_empty(points.shape)
-
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        points, _, inv_bandwidth, ctx.metric, ctx.fp32_rows = inputs
-        ctx.save_for_backward(output, points, inv_bandwidth)
-
-    @refuse_double_backward(f"espformer::{scales.name}")
-    def gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found, points, inv_bandwidth = ctx.saved_tensors
-        slope = backward(grads[0], found, points, inv_bandwidth, ctx.metric, ctx.fp32_rows)
-        _, _, needs_inv_bandwidth, _, _ = ctx.needs_input_grad
-        d_inv_bandwidth = None
-        if needs_inv_bandwidth:
-            d_inv_bandwidth = bandwidth_gradient(slope, points, inv_bandwidth)
-        return slope, None, d_inv_bandwidth, None, None
-
-    scales.register_fake(empty)
-    backward.register_fake(empty)
-    scales.register_autograd(gradients, setup_context=setup)
-
-
-@operator("row_scales")
 def row_scales(
     points: Tensor, lengths: Tensor | None, inv_bandwidth: Tensor, metric: str, fp32_rows: bool
 ) -> Tensor:
     """One over ``κ 1``, what makes a soft sort row-stochastic, (batch, L, N); zero at padding."""
     y = torch.empty_like(points)
-    columns(points.shape, metric, fp32_rows)(None, None, points, lengths, inv_bandwidth, y, None)
+    column = columns(points.shape, inv_bandwidth.shape[0], metric, fp32_rows)
+    column(None, None, points, lengths, inv_bandwidth, y, None)
     return y
 
 
-@operator("row_scales_backward")
 def row_scales_backward(
     upstream: Tensor, scales: Tensor, points: Tensor, inv_bandwidth: Tensor, metric: str,
     fp32_rows: bool,
 ) -> Tensor:  # fmt: skip
     """The gradient of the points."""
     slope = torch.empty_like(points)
-    columns(points.shape, metric, fp32_rows)(
-        None, upstream, points, None, inv_bandwidth, scales, slope
-    )
+    column = columns(points.shape, inv_bandwidth.shape[0], metric, fp32_rows)
+    column(None, upstream, points, None, inv_bandwidth, scales, slope)
     return slope
-
-
-register_scales(row_scales, row_scales_backward)
 
 
 # The first step starts from ones, and has the exponent 1/2.
@@ -435,24 +414,25 @@ FORWARD = (0.5, *chebyshev_exponents())
 BACKWARD = tuple(chebyshev_exponents())
 
 
-@triton.jit(do_not_specialize=("L",))
+@triton.jit(do_not_specialize=("L", "HEADS"))
 def balance_kernel(
     z_ptr,  # (B, L, N) float32: the scales x, or -a where there is an upstream
     upstream_ptr,  # (B, L, N) float32, or None
     scale_ptr,  # (B, L, N) float32: the scales, for the backward
     points_ptr,  # (B, L, N) float32
-    lengths_ptr,  # (B,) int32, or None
-    inv_bandwidth_ptr,  # (B,) float32
+    lengths_ptr,  # (HEADS,) int32, or None
+    inv_bandwidth_ptr,  # (HEADS,) float32
     y_ptr,  # (B, L, N) float32: room for κz
-    N, L, EXPONENTS: tl.constexpr, STEPS: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr,
+    N, L, HEADS, EXPONENTS: tl.constexpr, STEPS: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr,
     COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """All steps of one slice."""
     pair = tl.program_id(0).to(tl.int64)
-    inv_bandwidth = tl.load(inv_bandwidth_ptr + pair // L)
+    head = pair // L % HEADS
+    inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
     length = N
     if lengths_ptr is not None:
-        length = tl.load(lengths_ptr + pair // L)
+        length = tl.load(lengths_ptr + head)
     points_ptr += pair * N
     z_ptr += pair * N
     y_ptr += pair * N
@@ -490,27 +470,22 @@ def balance_kernel(
         tl.debug_barrier()
 
 
-@operator("balanced_scales")
 def balanced_scales(
     points: Tensor, lengths: Tensor | None, inv_bandwidth: Tensor, metric: str, fp32_rows: bool
 ) -> Tensor:
     """x, so that ``diag(x) κ diag(x)`` is doubly stochastic, (batch, L, N); zero at padding."""
     x, y = torch.empty_like(points), torch.empty_like(points)
-    balance = _balance(points.shape, metric, fp32_rows, FORWARD)
+    balance = _balance(points.shape, inv_bandwidth.shape[0], metric, fp32_rows, FORWARD)
     balance(x, None, None, points, lengths, inv_bandwidth, y)
     return x
 
 
-@operator("balanced_scales_backward")
 def balanced_scales_backward(
     upstream: Tensor, scales: Tensor, points: Tensor, inv_bandwidth: Tensor, metric: str,
     fp32_rows: bool,
 ) -> Tensor:  # fmt: skip
     """The gradient of the points."""
     a, y = torch.empty_like(points), torch.empty_like(points)
-    balance = _balance(points.shape, metric, fp32_rows, BACKWARD)
+    balance = _balance(points.shape, inv_bandwidth.shape[0], metric, fp32_rows, BACKWARD)
     balance(a, upstream, scales, points, None, inv_bandwidth, y)
     return sorted_slope(a, scales, points, inv_bandwidth, metric, fp32_rows)
-
-
-register_scales(balanced_scales, balanced_scales_backward)

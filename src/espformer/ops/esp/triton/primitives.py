@@ -325,6 +325,32 @@ def operands(x_ptr, p_ptr, y_ptr, n, inside, length):
 
 
 @triton.jit
+def load_one_of_two(x_ptr, y_ptr, second, at, inside):
+    """Numbers of x or, for the second side, of y."""
+    if y_ptr is None:
+        x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    else:
+        if second:
+            x = tl.load(y_ptr + at, mask=inside, other=0.0)
+        else:
+            x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    return x
+
+
+@triton.jit
+def store_one_of_two(x_ptr, y_ptr, second, at, numbers, inside):
+    """Stores numbers in x or, for the second side, in y."""
+    numbers = numbers.to(x_ptr.dtype.element_ty)
+    if y_ptr is None:
+        tl.store(x_ptr + at, numbers, mask=inside)
+    else:
+        if second:
+            tl.store(y_ptr + at, numbers, mask=inside)
+        else:
+            tl.store(x_ptr + at, numbers, mask=inside)
+
+
+@triton.jit
 def point_at(points_ptr, n, N):
     """The point at rank n, clamped to the sequence."""
     return tl.load(points_ptr + tl.maximum(tl.minimum(n, N - 1), 0))
