@@ -423,8 +423,8 @@ def balance_kernel(
     lengths_ptr,  # (HEADS,) int32, or None
     inv_bandwidth_ptr,  # (HEADS,) float32
     y_ptr,  # (B, L, N) float32: room for κz
-    N, L, HEADS, EXPONENTS: tl.constexpr, STEPS: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr,
-    COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
+    N, L, HEADS, EXPONENTS: tl.constexpr, STEPS: tl.constexpr, TABLE: tl.constexpr,
+    POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """All steps of one slice."""
     pair = tl.program_id(0).to(tl.int64)
