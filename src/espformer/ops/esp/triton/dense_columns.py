@@ -24,6 +24,7 @@ from espformer.ops.esp.triton.primitives import (
     exp2_minus_square,
     gap_unit,
     load_squares,
+    of_other_side,
     operands,
 )
 
@@ -73,7 +74,8 @@ def row_block(points_ptr, start, N, rate, BLOCKS: tl.constexpr, M: tl.constexpr,
 @triton.jit(do_not_specialize=("L", "HEADS"))
 def dense_column_kernel(
     x_ptr,  # (B, L, N) float32, or None: ones
-    p_ptr,  # (B, L, N) float32, for a slope
+    p_ptr,  # (B, L, N) float32, for a slope; or None
+    mid_ptr,  # (HEADS, L, N) float32, for a slope; or None
     points_ptr,  # (B, L, N) float32
     lengths_ptr,  # (HEADS,) int32, or None
     inv_bandwidth_ptr,  # (HEADS,) float32
@@ -86,31 +88,36 @@ def dense_column_kernel(
     length = N
     if lengths_ptr is not None:
         length = tl.load(lengths_ptr + pair // L % HEADS)
+    other_ptr = y_ptr
+    if mid_ptr is not None:
+        other_ptr = of_other_side(y_ptr, pair, N, HEADS * L)
+        mid_ptr += pair % (HEADS * L) * N
     if x_ptr is not None:
         x_ptr += pair * N
     if y_ptr is not None:
         y_ptr += pair * N
     if p_ptr is not None:
         p_ptr += pair * N
+    if slope_ptr is not None:
         slope_ptr += pair * N
     points_ptr += pair * N
     inv_bandwidth = tl.load(inv_bandwidth_ptr + pair // L % HEADS)
     rate = gap_unit(inv_bandwidth, True)
     for start in range(0, N, BLOCK_M):
         n, begin, end = row_block(points_ptr, start, N, rate, BLOCKS, BLOCK_M, BLOCK_N)
-        u_here, x_here = operands(x_ptr, p_ptr, y_ptr, n, n < N, length)
+        u_here, x_here = operands(x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, n, n < N, length)
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for block in range(begin, end):
             j = block * BLOCK_N + tl.arange(0, BLOCK_N)
-            u, x = operands(x_ptr, p_ptr, y_ptr, j, j < N, length)
+            u, x = operands(x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, j, j < N, length)
             kappa, gap = kernel_and_gap(points_ptr, n, j, N, rate)
-            if p_ptr is not None:
+            if slope_ptr is not None:
                 both = u_here[:, None] * x[None, :] + x_here[:, None] * u[None, :]
                 total += kappa * gap * both
             else:
                 total += kappa * x[None, :]
         y = tl.sum(total, 1)
-        if p_ptr is not None:
+        if slope_ptr is not None:
             tl.store(slope_ptr + n, y * (SLOPE * inv_bandwidth), mask=n < N)
         else:
             y = tl.where(n < length, 1.0 / tl.where(n < length, y, 1.0), 0.0)

@@ -41,7 +41,12 @@ from torch import Tensor
 from espformer.ops.common.triton import Launch, Shape, once, power_of_2
 from espformer.ops.esp.balancing import chebyshev_exponents
 from espformer.ops.esp.triton import dense_columns
-from espformer.ops.esp.triton.primitives import exponential_table, operands, rotation
+from espformer.ops.esp.triton.primitives import (
+    exponential_table,
+    of_other_side,
+    operands,
+    rotation,
+)
 
 # Ranks per block of a scan: for four warps; or for one warp, which needs no barriers, if there are
 # enough scans to fill the GPU.
@@ -241,30 +246,30 @@ def scan_block(
 
 @triton.jit
 def scan_pole(
-    points_ptr, x_ptr, p_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N, pole,
+    points_ptr, x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N, pole,
     REVERSE: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Scans one pole in one direction. Every scan except the first adds to y, which holds ``κx``.
 
-    With p: of ``p · κ'x + x · κ'p`` to the slope instead.
+    With a slope: of ``p · κ'x + x · κ'p`` to the slope instead.
 
-    Without x, x is one up to `length` and zero beyond, and y becomes ``1 / κx``, or zero. With p, y
-    is given, p is its gradient, and x is one where y is not zero.
+    Without x, x is one up to `length` and zero beyond, and y becomes ``1 / κx``, or zero. For a
+    slope, y is then given, p is its gradient (:func:`operands`), and x is one where y is not zero.
     """
     added = (pole > 0) | REVERSE
-    carry = zero_carry(p_ptr is not None, COMPLEX)
+    carry = zero_carry(slope_ptr is not None, COMPLEX)
     for step in range(tl.cdiv(N, BLOCK)):
         n = block_ranks(step, N, REVERSE, BLOCK)
         inside = n < N
-        u, x = operands(x_ptr, p_ptr, y_ptr, n, inside, length)
+        u, x = operands(x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, n, inside, length)
         m, linked = previous_ranks(n, N, REVERSE)
-        u_before, x_before = operands(x_ptr, p_ptr, y_ptr, m, linked, length)
+        u_before, x_before = operands(x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, m, linked, length)
         y, _, u_slope, x_slope, carry = scan_block(
             u_before, x_before, points_ptr, step, N, inv_bandwidth, carry, pole, REVERSE,
-            p_ptr is not None, TABLE, POLES, COMPLEX, BLOCK,
+            slope_ptr is not None, TABLE, POLES, COMPLEX, BLOCK,
         )  # fmt: skip
-        if p_ptr is not None:
+        if slope_ptr is not None:
             slope = u * x_slope + x * u_slope
             slope += tl.load(slope_ptr + n, mask=inside & added, other=0.0)
             tl.store(slope_ptr + n, slope, mask=inside)
@@ -278,15 +283,15 @@ def scan_pole(
 
 @triton.jit
 def scan_column(
-    points_ptr, x_ptr, p_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N, TABLE: tl.constexpr,
-    POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
+    points_ptr, x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N,
+    TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Scans every pole in both directions; afterwards y, or the slope, is complete."""
     for reverse in tl.static_range(2):
         for pole in range(POLES):
             scan_pole(
-                points_ptr, x_ptr, p_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N, pole,
-                reverse == 1, TABLE, POLES, COMPLEX, BLOCK,
+                points_ptr, x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, slope_ptr, length,
+                inv_bandwidth, N, pole, reverse == 1, TABLE, POLES, COMPLEX, BLOCK,
             )  # fmt: skip
             tl.debug_barrier()  # the next scan reads what this one has written
 
@@ -294,7 +299,8 @@ def scan_column(
 @triton.jit(do_not_specialize=("L", "HEADS"))
 def column_kernel(
     x_ptr,  # (B, L, N) float32, or None: ones
-    p_ptr,  # (B, L, N) float32, for a slope
+    p_ptr,  # (B, L, N) float32, for a slope; or None
+    mid_ptr,  # (HEADS, L, N) float32, for a slope; or None
     points_ptr,  # (B, L, N) float32
     lengths_ptr,  # (HEADS,) int32, or None
     inv_bandwidth_ptr,  # (HEADS,) float32
@@ -312,17 +318,22 @@ def column_kernel(
     length = N
     if lengths_ptr is not None:
         length = tl.load(lengths_ptr + head)
+    other_ptr = y_ptr
+    if mid_ptr is not None:
+        other_ptr = of_other_side(y_ptr, pair, N, HEADS * L)
+        mid_ptr += pair % (HEADS * L) * N
     if x_ptr is not None:
         x_ptr += pair * N
     if y_ptr is not None:
         y_ptr += pair * N
     if p_ptr is not None:
         p_ptr += pair * N
+    if slope_ptr is not None:
         slope_ptr += pair * N
     inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
     scan_column(
-        points_ptr + pair * N, x_ptr, p_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N, TABLE,
-        POLES, COMPLEX, BLOCK,
+        points_ptr + pair * N, x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, slope_ptr, length,
+        inv_bandwidth, N, TABLE, POLES, COMPLEX, BLOCK,
     )  # fmt: skip
 
 
@@ -375,7 +386,7 @@ def sorted_slope(
     """``p · κ'x + x · κ'p``: the gradient of ``pᵀ κ x`` in the points."""
     slope = torch.empty_like(points)
     column = columns(points.shape, inv_bandwidth.shape[0], metric, fp32_rows)
-    column(x, p, points, None, inv_bandwidth, None, slope)
+    column(x, p, None, points, None, inv_bandwidth, None, slope)
     return slope
 
 
@@ -394,18 +405,22 @@ def row_scales(
     """One over ``κ 1``, what makes a soft sort row-stochastic, (batch, L, N); zero at padding."""
     y = torch.empty_like(points)
     column = columns(points.shape, inv_bandwidth.shape[0], metric, fp32_rows)
-    column(None, None, points, lengths, inv_bandwidth, y, None)
+    column(None, None, None, points, lengths, inv_bandwidth, y, None)
     return y
 
 
 def row_scales_backward(
-    upstream: Tensor, scales: Tensor, points: Tensor, inv_bandwidth: Tensor, metric: str,
-    fp32_rows: bool,
+    upstream: Tensor | None, scales: Tensor, points: Tensor, inv_bandwidth: Tensor, metric: str,
+    fp32_rows: bool, d_mid_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The gradient of the points."""
+    """The gradient of the points.
+
+    Scales of queries and keys together may have the gradient of their product, `d_mid_scale`,
+    (batch, L, N), in addition to `upstream` or instead of it.
+    """
     slope = torch.empty_like(points)
     column = columns(points.shape, inv_bandwidth.shape[0], metric, fp32_rows)
-    column(None, upstream, points, None, inv_bandwidth, scales, slope)
+    column(None, upstream, d_mid_scale, points, None, inv_bandwidth, scales, slope)
     return slope
 
 
@@ -452,8 +467,8 @@ def balance_kernel(
         for i in tl.static_range(1, STEPS):
             exponent = tl.where(step == i, EXPONENTS[i], exponent)
         scan_column(
-            points_ptr, z_ptr, None, y_ptr, None, length, inv_bandwidth, N, TABLE, POLES, COMPLEX,
-            BLOCK,
+            points_ptr, z_ptr, None, None, None, y_ptr, None, length, inv_bandwidth, N, TABLE,
+            POLES, COMPLEX, BLOCK,
         )  # fmt: skip
         for start in range(0, N, BLOCK):
             n = start + tl.arange(0, BLOCK)

@@ -86,14 +86,24 @@ def sort_side(
 
 
 def sort_side_backward(
-    d_points: Tensor, d_scale: Tensor, side: SortedSide, tokens: Tokens, slices: Tensor | None,
-    inv_bandwidth: Tensor, settings: SortSettings, with_slices: bool, with_inv_bandwidth: bool,
+    d_points: Tensor, d_scale: Tensor | None, d_mid_scale: Tensor | None, side: SortedSide,
+    tokens: Tokens, slices: Tensor | None, inv_bandwidth: Tensor, settings: SortSettings,
+    with_slices: bool, with_inv_bandwidth: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of x, of y, of the slices and of `inv_bandwidth`; None if there is no such."""
-    backward = balanced_scales_backward if settings.balanced else row_scales_backward
-    slope = backward(
-        d_scale, side.scale, side.points, inv_bandwidth, settings.metric, settings.fp32_rows
-    )
+    """Gradients of x, of y, of the slices and of `inv_bandwidth`; None if there is no such.
+
+    Two sides may have the gradient of the product of their scales, `d_mid_scale`.
+    """
+    arguments = side.scale, side.points, inv_bandwidth, settings.metric, settings.fp32_rows
+    if not settings.balanced:
+        slope = row_scales_backward(d_scale, *arguments, d_mid_scale)
+    else:
+        if d_mid_scale is not None:
+            others = side.scale.view(2, *d_mid_scale.shape).flip(0)
+            of_mid = (others * d_mid_scale).view(side.scale.shape)
+            d_scale = of_mid if d_scale is None else of_mid.add_(d_scale)
+        assert d_scale is not None
+        slope = balanced_scales_backward(d_scale, *arguments)
     d_inv_bandwidth = None
     if with_inv_bandwidth:
         d_inv_bandwidth = bandwidth_gradient(slope, side.points, inv_bandwidth)

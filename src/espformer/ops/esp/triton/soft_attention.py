@@ -330,8 +330,7 @@ def soft_attention_backward(
         d_norms = call.per_token(_cost_gradient(d_logits, kept.costs, settings))
         d_rows, more = _cross_gradients(call, kept, plan, d_norms * -2, needs_inv_bandwidth)
         ranked += more[0]
-        if d_inv_bandwidth is not None:
-            d_inv_bandwidth = d_inv_bandwidth + more[1]
+        d_inv_bandwidth = _sum(d_inv_bandwidth, more[1])
         for i, side in enumerate(sides):
             norm_arguments, factor = call.norm_arguments(side, i, coupling)
             d_squares, d_scale, d_in_scale, slope = norm_costs_backward(d_norms, *norm_arguments)
@@ -340,33 +339,29 @@ def soft_attention_backward(
             if d_in_scale is not None:
                 d_scale += d_in_scale
             of_norms.append((d_squares, d_scale, slope))
-            if d_inv_bandwidth is not None:
-                d_inv_bandwidth = d_inv_bandwidth + bandwidth_gradient(
-                    slope, side.points, inv_bandwidth
-                )
+            if needs_inv_bandwidth:
+                more_here = bandwidth_gradient(slope, side.points, inv_bandwidth)
+                d_inv_bandwidth = _sum(d_inv_bandwidth, more_here)
 
     d_tokens: list[Tensor] = []
     d_slices = None
-    by_side = _by_side(call, ranked, sorted_sides, queries, keys, pieces)
+    by_side, d_mid_scale = _by_side(call, ranked, queries, keys, pieces)
     for i in reversed(range(len(sides))):
         d_points, d_scale = by_side[i]
         if of_norms:
-            d_scale += of_norms[i][1]
-            d_points += of_norms[i][2]
-        tokens = call.tokens[i]
+            _, d_norm_scale, slope = of_norms[i]
+            d_points += slope
+            d_scale = d_norm_scale if d_scale is None else d_norm_scale.add_(d_scale)
         dx, dy, d_slices_here, d_inv_here = sort_side_backward(
-            d_points, d_scale, sorted_sides[i], tokens, call.slices, inv_bandwidth,
-            call.sort_settings, needs_slices, needs_inv_bandwidth,
+            d_points, d_scale, d_mid_scale, sorted_sides[i], call.tokens[i], call.slices,
+            inv_bandwidth, call.sort_settings, needs_slices, needs_inv_bandwidth,
         )  # fmt: skip
         if d_rows is not None:
-            centre_rows_backward(
-                d_rows[i], of_norms[i][0], sides[i].rows, tokens.mask, settings.scale, dx, dy
-            )
+            mask, rows = call.tokens[i].mask, sides[i].rows
+            centre_rows_backward(d_rows[i], of_norms[i][0], rows, mask, settings.scale, dx, dy)
         d_tokens = [dx, *d_tokens] if dy is None else [dx, dy]
-        if d_slices_here is not None:
-            d_slices = d_slices_here if d_slices is None else d_slices + d_slices_here
-        if d_inv_bandwidth is not None:
-            d_inv_bandwidth = d_inv_bandwidth + d_inv_here
+        d_slices = _sum(d_slices, d_slices_here)
+        d_inv_bandwidth = _sum(d_inv_bandwidth, d_inv_here)
     if not needs_logits:
         d_logits = None
     elif d_logits is not None and call.slice_logits.shape[0] != d_logits.shape[0]:
@@ -411,27 +406,30 @@ def _cross_gradients(
 
 
 def _by_side(
-    call: Call, ranked: Tensor, sides: tuple[SortedSide, ...], queries: SortedSide,
-    keys: SortedSide, pieces: Pieces | None,
-) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
-    """Gradients of the points and of the scales of every side, from those of the plan."""
-    d_mid_scale = ranked[-1]
+    call: Call, ranked: Tensor, queries: SortedSide, keys: SortedSide, pieces: Pieces | None
+) -> tuple[list[tuple[Tensor, Tensor | None]], Tensor | None]:
+    """Gradients of the points and of the scales of every side, from those of the plan.
+
+    If queries and keys are one side, also that of the product of their scales, which is then not
+    part of the others.
+    """
+    *by_side, d_mid_scale = ranked.unbind(0)
+    balanced = call.settings.balanced
     if pieces is not None:
-        d_first = (ranked[2], ranked[3]) if call.settings.balanced else None
-        return pieces.gradients(queries, keys, (ranked[0], ranked[1]), d_first, d_mid_scale)
-    if len(sides) == 1:
-        scale = sides[0].scale
-        d_scale = scale.view(2, *d_mid_scale.shape).flip(0) * d_mid_scale
-        if call.settings.balanced:
-            d_scale += ranked[2:4]
-        return [(ranked[:2].view(scale.shape), d_scale.view(scale.shape))]
-    found = []
-    for i, other in enumerate((keys, queries)):
-        d_scale = d_mid_scale * other.scale
-        if call.settings.balanced:
-            d_scale += ranked[2 + i]
-        found.append((ranked[i], d_scale))
-    return found
+        d_first = (by_side[2], by_side[3]) if balanced else None
+        d_points = by_side[0], by_side[1]
+        return pieces.gradients(queries, keys, d_points, d_first, d_mid_scale), None
+    if len(call.tokens) == 1:
+        d_scale = ranked[2:4].flatten(0, 1) if balanced else None
+        return [(ranked[:2].flatten(0, 1), d_scale)], d_mid_scale
+    scales = [d_mid_scale * keys.scale, d_mid_scale * queries.scale]
+    if balanced:
+        scales = [scale.add_(more) for scale, more in zip(scales, by_side[2:], strict=True)]
+    return [(by_side[0], scales[0]), (by_side[1], scales[1])], None
+
+
+def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    return y if x is None else x if y is None else x + y
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
