@@ -225,7 +225,7 @@ def test_ranks_are_those_of_a_stable_sort(tokens: int, dtype: torch.dtype) -> No
     from espformer.ops.esp.triton.sort import rank_points
 
     x = torch.randn(3, tokens, 5, device="cuda").to(dtype)
-    points, order, _ = rank_points(x, None, None, None, 0.5, False)
+    points, order = rank_points(x, None, None, None, 0.5)
     expected, index = x.float().mT.sort(dim=-1, stable=True)
     torch.testing.assert_close(points, expected * 0.5, rtol=0, atol=0)
     assert torch.equal(order.long(), index)
@@ -234,11 +234,11 @@ def test_ranks_are_those_of_a_stable_sort(tokens: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("tokens", [197, 1000, 5000])
 def test_projected_points_are_sorted(tokens: int) -> None:
     """Points are those of the order that was found, in float32, and ascend."""
-    from espformer.ops.esp.triton.sort import rank_points
+    from espformer.ops.esp.triton.sort import sort_points
 
     x = torch.randn(6, tokens, 64, device="cuda").to(torch.bfloat16)
     slices = torch.nn.functional.normalize(torch.randn(6, 8, 64, device="cuda"), dim=-1)
-    points, order, spread = rank_points(x, slices, None, None, 0.125, True)
+    points, order, spread = sort_points(x, None, slices, None, None, 0.125, True)
     exact = (slices.double() @ x.double().mT * 0.125).gather(-1, order.long())
     assert bool((points.diff(dim=-1) >= 0).all())
     exact_spread = exact.std(-1, correction=0)

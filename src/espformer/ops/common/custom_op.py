@@ -28,6 +28,20 @@ def _launchable(function: Callable[..., Any]) -> Callable[..., Any]:
     return launch
 
 
+def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns empty tensors instead of None, which a torch operator cannot return."""
+
+    @functools.wraps(function)
+    def filled(*args: Any) -> Any:
+        found = function(*args)
+        if not isinstance(found, tuple) or all(x is not None for x in found):
+            return found
+        like = next(x for x in args if isinstance(x, Tensor))
+        return tuple(like.new_empty(0) if x is None else x for x in found)
+
+    return filled
+
+
 class Operator:
     """A torch custom operator that eager code calls without the dispatcher.
 
@@ -35,16 +49,21 @@ class Operator:
     with its fake and autograd rules. Plain tensors go directly to the function, or to an autograd
     function if a gradient is needed. An attention call consists of about six operators, and for
     small problems the dispatcher would take longer in Python than the kernels take on the GPU.
+
+    The function may return None among its results, where the torch operator has an empty tensor.
+    With `keeps`, all results but the first are for the backward pass: a call returns the first one,
+    and ``setup_context`` sees all of them.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any], schema: str | None) -> None:
-        self.name = name.split("::")[-1]
-        self.inside = function  # for the functions of other operators, which did what is needed
+    def __init__(
+        self, name: str, function: Callable[..., Any], schema: str | None, keeps: bool
+    ) -> None:
+        self.name, self.keeps = name.split("::")[-1], keeps
         self.function = _launchable(function)
         if schema is None:
             schema = torch.library.infer_schema(function, mutates_args=())
-        function = self.function
-        self.custom = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
+        filled = _without_none(self.function)
+        self.custom = torch.library.custom_op(name, filled, mutates_args=(), schema=schema)
         self.with_gradient: Any = None
         self.__doc__ = function.__doc__
 
@@ -55,25 +74,31 @@ class Operator:
     def register_autograd(
         self, backward: Callable[..., Any], *, setup_context: Callable[..., None]
     ) -> None:
-        self.custom.register_autograd(backward, setup_context=setup_context)
+        def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            setup_context(ctx, inputs, output)
+            if self.keeps:
+                ctx.mark_non_differentiable(*output[1:])
+                ctx.set_materialize_grads(False)
+
+        self.custom.register_autograd(backward, setup_context=setup)
 
         # Not as a separate setup_context: torch would then inspect the signature at every call.
         def forward(ctx: Any, *args: Any) -> Any:
             output = self.function(*args)
             setup_context(ctx, args, output)
-            return output
+            return output[0] if self.keeps else output
 
         members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         self.with_gradient = type(self.name, (torch.autograd.Function,), members)
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self.custom(*args)
+            return self._dispatched(args)
         wanted = False
         for x in args:
             if isinstance(x, Tensor):
                 if type(x) not in PLAIN:
-                    return self.custom(*args)
+                    return self._dispatched(args)
                 wanted = wanted or x.requires_grad
         if self.with_gradient is None:
             return self.function(*args)
@@ -81,12 +106,21 @@ class Operator:
         if forward_ad._current_level >= 0:  # let the autograd function raise torch's own error
             tensors = [x for x in args if isinstance(x, Tensor)]
             wanted = wanted or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
-        return (self.with_gradient.apply if wanted else self.function)(*args)
+        if wanted:
+            return self.with_gradient.apply(*args)
+        found = self.function(*args)
+        return found[0] if self.keeps else found
+
+    def _dispatched(self, args: tuple[Any, ...]) -> Any:
+        found = self.custom(*args)
+        return found[0] if self.keeps else found
 
 
-def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Operator]:
+def operator(
+    name: str, schema: str | None = None, keeps: bool = False
+) -> Callable[[Callable[..., Any]], Operator]:
     """Decorates a function of tensors, numbers and strings as ``espformer::<name>``.
 
     The schema is inferred from the signature; functions with ``*args`` must pass one.
     """
-    return lambda function: Operator(f"espformer::{name}", function, schema)
+    return lambda function: Operator(f"espformer::{name}", function, schema, keeps)

@@ -9,12 +9,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 __all__ = [
     "autograd_inside_an_operator",
     "has_dispatch_modes",
     "is_exporting",
     "is_transformed",
+    "softmax_backward",
     "tree_leaves",
 ]
 
@@ -47,6 +49,11 @@ def autograd_inside_an_operator() -> Iterator[None]:
             stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(off, False))
         stack.enter_context(torch.enable_grad())
         yield
+
+
+def softmax_backward(upstream: Tensor, weights: Tensor) -> Tensor:
+    """The gradient of the logits of a softmax over the last dimension, in one launch."""
+    return torch._softmax_backward_data(upstream, weights, -1, weights.dtype)
 
 
 def tree_leaves(tree: Any) -> list[Any]:

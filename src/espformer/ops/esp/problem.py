@@ -120,13 +120,7 @@ class Problem:
         Costs do not change if both clouds are translated. Centred, they do not lose precision by
         cancellation.
         """
-        key = self.key.detach()
-        if self.key_mask is None:
-            mean = key.mean(-2, keepdim=True, dtype=self.dtype)
-        else:  # padded tokens hold zeros
-            count = self.key_mask.sum(-1, dtype=self.dtype).clamp(min=1)
-            mean = key.sum(-2, keepdim=True, dtype=self.dtype) / count.view(-1, 1, 1)
-        return mean.nan_to_num()
+        return centre(self.key, self.key_mask, self.dtype)
 
     def slice_weights(self, costs: Tensor | None) -> Tensor | None:
         """``σ = softmax(b - τ D)`` over the slices that dropout kept; None for the plain mean.
@@ -134,18 +128,46 @@ class Problem:
         Args:
             costs: mean squared distances, (batch, L), of which D is a power.
         """
-        logits = None
-        if costs is not None:
-            power = self.options.cost_exponent / 2
-            if power != 1:  # has no slope at zero, where that of a root is infinite
-                costs = costs.clamp(min=torch.finfo(costs.dtype).tiny ** 0.5) ** power
-            logits = -self.options.inverse_temperature * costs
-        if self.slice_logits is not None:
-            logits = self.slice_logits if logits is None else logits + self.slice_logits
-        if self.keep is not None:
-            zero = torch.zeros((), device=self.keep.device, dtype=self.dtype)
-            logits = (zero if logits is None else logits).masked_fill(~self.keep, -torch.inf)
-        return None if logits is None else logits.softmax(-1)
+        options = self.options
+        return slice_weights(
+            costs, self.slice_logits, self.keep, options.inverse_temperature,
+            options.cost_exponent, self.dtype,
+        )  # fmt: skip
+
+
+def centre(key: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """:meth:`Problem.centre` of keys and their mask."""
+    key = key.detach()
+    if mask is None:
+        mean = key.mean(-2, keepdim=True, dtype=dtype)
+    else:  # padded tokens hold zeros
+        count = mask.sum(-1, dtype=dtype).clamp(min=1)
+        mean = key.sum(-2, keepdim=True, dtype=dtype) / count.view(-1, 1, 1)
+    return mean.nan_to_num()
+
+
+def least_cost(dtype: torch.dtype) -> float:
+    """Below this, the root of a cost has no slope: at zero it would be infinite."""
+    return float(torch.finfo(dtype).tiny ** 0.5)
+
+
+def slice_weights(
+    costs: Tensor | None, slice_logits: Tensor | None, keep: Tensor | None,
+    inverse_temperature: float, cost_exponent: float, dtype: torch.dtype,
+) -> Tensor | None:  # fmt: skip
+    """:meth:`Problem.slice_weights` of these arguments."""
+    logits = None
+    if costs is not None:
+        power = cost_exponent / 2
+        if power != 1:
+            costs = costs.clamp(min=least_cost(costs.dtype)) ** power
+        logits = -inverse_temperature * costs
+    if slice_logits is not None:
+        logits = slice_logits if logits is None else logits + slice_logits
+    if keep is not None:
+        zero = torch.zeros((), device=keep.device, dtype=dtype)
+        logits = (zero if logits is None else logits).masked_fill(~keep, -torch.inf)
+    return None if logits is None else logits.softmax(-1)
 
 
 def spread(points: Tensor, valid: Tensor | None) -> Tensor:

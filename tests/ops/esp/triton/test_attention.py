@@ -159,7 +159,7 @@ def test_close_numbers_beside_one_far_away(metric: str) -> None:
 
 
 def test_one_mask_for_both_sides_needs_no_coupling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("espformer.ops.esp.triton.soft_plan.couple", None)
+    monkeypatch.setattr("espformer.ops.esp.triton.soft_attention.couple", None)
     mask = torch.arange(5, device=DEVICE) < torch.tensor([[5], [3]], device=DEVICE)
     x = torch.randn(2, 1, 5, 2, device=DEVICE)
     masks = {"query_mask": mask, "key_mask": mask}

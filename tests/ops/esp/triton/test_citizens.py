@@ -1,4 +1,4 @@
-"""The fused soft_plan as torch sees them: schemas, fakes, autograd, compilation."""
+"""The fused kernels as torch sees them: schemas, fakes, autograd, compilation."""
 
 from typing import Any
 
@@ -9,9 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import espformer
-from espformer.ops.esp.triton import costs, hard_plan, soft_plan, sort, states
-from espformer.ops.esp.triton.normalise import balanced_scales, row_scales
-from espformer.ops.esp.triton.plan import sort_sides
+from espformer.ops.esp.triton import hard_plan, soft_attention, sort, states
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -28,16 +26,6 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(shape, device=DEVICE)
 
 
-def plan(tokens: int = 6) -> tuple[Any, ...]:
-    """The arguments of a plan of two slices, after the rows."""
-    sides = [numbers(1, 2, tokens).sort(-1) for _ in range(2)]
-    values = [side.values.requires_grad_() for side in sides]
-    orders = [side.indices.int() for side in sides]
-    width = torch.full((1,), 5.0, device=DEVICE, requires_grad=True)
-    scale = torch.rand(1, 2, tokens, device=DEVICE).requires_grad_()
-    return (*values, *orders, width, scale, None, None, "absolute")
-
-
 def strided(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """The same numbers, every matrix with the strides of its transpose."""
 
@@ -49,66 +37,47 @@ def strided(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(turned(x) for x in arguments)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "apply_plans",
-        "apply_plans_keeping_states",
-        "cross_plans",
-        "sort_sides",
-        "sort_sides_of_two_lengths",
-        "row_scales",
-        "balanced_scales",
-        "norm_costs",
-        "centre_rows",
-        "centred_costs",
-    ],
-)
-def test_soft_operators(name: str) -> None:
-    rows, weights = numbers(1, 6, 4).requires_grad_(), torch.rand(1, 2, device=DEVICE)
-    points, _, order, _, width, scale, *_ = plan()
-    lengths = torch.full((1,), 4, device=DEVICE).int()
-    slices = numbers(1, 3, 4).requires_grad_()
-    two_sides = rows, numbers(1, 6, 4).requires_grad_()
-    two_lengths = (rows, numbers(1, 7, 4), slices, None, None, lengths, None, width, width)
-    calls = {
-        "sort_sides": (
-            sort_sides,
-            (*two_sides, *(None,) * 5, width, width, 0.5, True, False, True, "absolute", True),
-        ),
-        "sort_sides_of_two_lengths": (
-            sort_sides,
-            (*two_lengths, 0.5, False, True, False, "absolute", True),
-        ),
-        "apply_plans": (soft_plan.apply_plans, (rows, weights, 6, False, *plan())),
-        "apply_plans_keeping_states": (soft_plan.apply_plans, (rows, weights, 6, True, *plan())),
-        "cross_plans": (soft_plan.cross_plans, (rows, numbers(1, 6, 4), *plan())),
-        "row_scales": (row_scales, (points, lengths, width, "absolute", True)),
-        "balanced_scales": (balanced_scales, (points, lengths, width, "absolute", True)),
-        "centred_costs": (
-            costs.centred_costs,
-            (
-                *two_sides,
-                numbers(1, 4),
-                None,
-                None,
-                *(order, scale, None, points) * 2,
-                width,
-                width,
-                0.5,
-                "absolute",
-                True,
-            ),
-        ),
-        "centre_rows": (costs.centre_rows, (rows, numbers(1, 4), None, 0.5)),
-        "norm_costs": (
-            costs.norm_costs,
-            (torch.rand(1, 6, device=DEVICE), order, scale, None, points, width, "absolute", True),
-        ),
-    }
-    operator, arguments = calls[name]
-    torch.library.opcheck(operator.custom, arguments, test_utils=CHECKS)
-    torch.library.opcheck(operator.custom, strided(arguments), test_utils=CHECKS)
+ATTENTIONS = {
+    "mean": {},
+    "keeping states": {"keep_states": True},
+    "two lengths": {"keys": 7, "one_to_one": False, "one_mask": False},
+    "two masks": {"one_mask": False, "key_mask": torch.tensor([[True] * 6])},
+    "costs": {"inverse_temperature": 0.5, "balanced": True},
+    "costs of two lengths": {
+        "keys": 7, "one_to_one": False, "one_mask": False, "inverse_temperature": 0.5,
+        "cost_exponent": 1.0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_soft_attention(name: str) -> None:
+    options = {
+        "one_to_one": True, "one_mask": True, "keep_states": False, "scale": 0.5,
+        "in_spreads": name != "costs", "balanced": False, "metric": "absolute",
+        "coupling": "quantile", "inverse_temperature": 0.0, "cost_exponent": 2.0,
+    }  # fmt: skip
+    options |= ATTENTIONS[name]
+    keys, key_mask = options.pop("keys", 6), options.pop("key_mask", None)
+    masks = torch.tensor([[True] * 4 + [False] * 2], device=DEVICE), key_mask, None
+    if options["one_to_one"] and not options["one_mask"]:
+        masks = key_mask.to(DEVICE), key_mask.to(DEVICE), None
+    operands = numbers(1, 6, 4), numbers(1, keys, 4), numbers(1, keys, 4), numbers(1, 3, 4)
+    logits, width = numbers(1, 3), torch.full((1,), 5.0, device=DEVICE)
+    leaves = [x.requires_grad_() for x in (*operands, logits, width)]
+    arguments = (*leaves, *masks, *(options[name] for name in soft_attention.Settings._fields))
+    operator = soft_attention.soft_attention.custom
+    torch.library.opcheck(operator, arguments, test_utils=CHECKS)
+    torch.library.opcheck(operator, strided(arguments), test_utils=CHECKS)
+    found = operator(*arguments)[0]
+    expected = soft_attention.soft_attention(*arguments)
+    assert torch.equal(found, expected)
+    for a, b in zip(
+        torch.autograd.grad(found.square().sum(), leaves),
+        torch.autograd.grad(expected.square().sum(), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +93,7 @@ def test_hard_operators(name: str) -> None:
         "apply_matching": (hard_plan.apply_matching, (rows, weight, order)),
         "cross_matching": (hard_plan.cross_matching, (rows.detach(), numbers(1, 6, 4), order)),
         "matching_costs": (hard_plan.matching_costs, (rows, numbers(1, 6, 4), order)),
-        "rank_points": (sort.rank_points, (half, slices, None, None, 0.5, True)),
+        "rank_points": (sort.rank_points, (half, slices, None, None, 0.5)),
         "match_points": (sort.match_points, (half, half.detach().flip(1), None, None, 0.5)),
     }
     operator, arguments = calls[name]

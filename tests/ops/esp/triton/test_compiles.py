@@ -129,9 +129,10 @@ for table in (ABSOLUTE, GAUSSIAN[4]):
     )
     poles = dict(TABLE=numbers, POLES=len(table.poles), COMPLEX=table is not ABSOLUTE)
     poles |= dict(BLOCK=256)
-    build(column_kernel, poles | dict(lengths_ptr=None, y_ptr=None), warps=1)
-    build(column_kernel, poles | dict(x_ptr=None, p_ptr=None, slope_ptr=None), warps=1)
-    build(column_kernel, poles | dict(x_ptr=None), warps=1)
+    build(column_kernel, poles | dict(lengths_ptr=None, y_ptr=None, mid_ptr=None), warps=1)
+    build(column_kernel, poles | dict(x_ptr=None, p_ptr=None, mid_ptr=None, slope_ptr=None), warps=1)
+    build(column_kernel, poles | dict(x_ptr=None, p_ptr=None), warps=1)
+    build(column_kernel, poles | dict(x_ptr=None, lengths_ptr=None), warps=1)
     for exponents, absent in ((FORWARD, dict(upstream_ptr=None, scale_ptr=None)), (BACKWARD, {})):
         steps = dict(EXPONENTS=exponents, STEPS=len(exponents))
         build(balance_kernel, poles | steps | absent, warps=1)
@@ -141,9 +142,9 @@ for table in (ABSOLUTE, GAUSSIAN[4]):
     ones = dict(ATOMIC=True, in_scale_ptr=None, d_in_scale_ptr=None)
     build(norm_costs_grad_kernel, poles | ones, warps=1)
 blocks = dict(BLOCKS=16, BLOCK_M=32, BLOCK_N=16)
-build(dense_column_kernel, blocks | dict(x_ptr=None, p_ptr=None, slope_ptr=None), warps=1)
-build(dense_column_kernel, blocks | dict(x_ptr=None, lengths_ptr=None), warps=1)
-build(dense_column_kernel, blocks | dict(y_ptr=None, lengths_ptr=None), warps=1)
+build(dense_column_kernel, blocks | dict(x_ptr=None, p_ptr=None, mid_ptr=None, slope_ptr=None), warps=1)
+build(dense_column_kernel, blocks | dict(x_ptr=None, p_ptr=None, lengths_ptr=None), warps=1)
+build(dense_column_kernel, blocks | dict(y_ptr=None, mid_ptr=None, lengths_ptr=None), warps=1)
 build(dense_norm_costs_kernel, blocks | dict(in_scale_ptr=None), warps=1)
 build(dense_norm_costs_grad_kernel, blocks | dict(ATOMIC=False), warps=1)
 ones = dict(ATOMIC=True, in_scale_ptr=None, d_in_scale_ptr=None)
@@ -167,11 +168,13 @@ build(spread_kernel, least | dict(BLOCK=4096), warps=8)
 for projected in (False, True):
     grad = dict(TOKENS_FIRST=not projected, BLOCK=256)
     grad |= dict(lengths_ptr=None) if projected else dict(spread_ptr=None)
-    dp = "*fp32" if projected else "*bf16"
-    build(point_grad_kernel, grad, warps=1, scale="fp32", dp_ptr=dp)
+    grad |= dict(dy_ptr=None) if projected else dict(more_ptr=None)
+    types = {} if projected else dict(dx_ptr="*bf16", dy_ptr="*bf16")
+    build(point_grad_kernel, grad, warps=1, scale="fp32", **types)
 for shared, width in ((True, 64), (False, 0)):
     project = dict(SHARED=shared, D=width, BLOCK_N=64, BLOCK_D=64)
-    build(back_project_kernel, project, dx_ptr="*bf16")
+    one_side = {} if shared else dict(dy_ptr=None)
+    build(back_project_kernel, project | one_side, dx_ptr="*bf16", dy_ptr="*bf16")
     project["SLICES"] = 8
     for kind in ("*i32", "*i64"):
         types = dict(x_ptr="*bf16", y_ptr="*bf16", mask_ptr="*u8", out_ptr=kind, scale="fp32")
@@ -179,9 +182,10 @@ for shared, width in ((True, 64), (False, 0)):
         build(project_kernel, project | none | dict(MASKED=shared), **types)
 centre = dict(MASKED=True, D=64, BLOCK_N=64, BLOCK_D=64)
 half = dict(scale="fp32", mask_ptr="*u8", x_ptr="*bf16", rows_ptr="*bf16")
-half |= dict(d_rows_ptr="*bf16", dx_ptr="*bf16")
-build(centre_kernel, centre, **half)
-build(centre_grad_kernel, centre, **half)
+half |= dict(y_ptr="*bf16", dx_ptr="*bf16", dy_ptr="*bf16")
+for one_side in ({}, dict(y_ptr=None, dy_ptr=None)):
+    build(centre_kernel, centre | one_side, **half)
+    build(centre_grad_kernel, centre | one_side, **half)
 rows = dict(D=64, BLOCK_N=512, BLOCK_D=64)
 build(gather_kernel, rows, warps=32, x_ptr="*bf16")
 for distance in (False, True):
@@ -243,4 +247,4 @@ def test_every_kernel_compiles_for_hopper() -> None:
 
 @pytest.mark.slow
 def test_every_variant_compiles_for_hopper() -> None:
-    assert len(compiled("every variant")) == 166
+    assert len(compiled("every variant")) == 170

@@ -59,7 +59,7 @@ def _in_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_ranks_are_those_of_a_stable_sort(tokens: int, dtype: torch.dtype, masked: bool) -> None:
     query, key, mask = sides(tokens, dtype, masked)
-    points, order, _ = rank_points(query, None, mask, masked_lengths(mask), 0.5, False)
+    points, order = rank_points(query, None, mask, masked_lengths(mask), 0.5)
     expected = orders(query, mask)
     assert torch.equal(order.long(), expected)
     sorted_points = query.mT.float().gather(-1, expected) * 0.5
@@ -96,7 +96,7 @@ def test_columns_that_are_not_finite(
     x = both[side]
     x[0, 0, 1] = number
     matches, weights = match_points(*both, None, mask, 1.0)
-    points, _, _ = rank_points(x, None, mask, masked_lengths(mask), 1.0, False)
+    points, _ = rank_points(x, None, mask, masked_lengths(mask), 1.0)
     hit = torch.zeros(2, 3, dtype=torch.bool, device=DEVICE)
     hit[0, 1] = True
     assert torch.equal(weights.isnan(), hit)

@@ -207,21 +207,23 @@ def test_norm_costs(
     side = Side(metric, batch, slices, ranks, 1, t)
     square, given = torch.rand(batch, ranks), torch.rand(batch, slices, ranks)
     factor = torch.rand(batch, slices, ranks) + 0.5
-    square, given, factor = (x.to(DEVICE).requires_grad_() for x in (square, given, factor))
-    points = side.points.requires_grad_()
-    inv_bandwidth = side.rates
-    out = costs.norm_costs(
-        square, side.order.int(), given, factor if balanced else None, points, inv_bandwidth,
+    square, given, factor = (x.to(DEVICE) for x in (square, given, factor))
+    arguments = (
+        square, side.order.int(), given, factor if balanced else None, side.points, side.rates,
         metric, True,
     )  # fmt: skip
+    out = costs.norm_costs(*arguments)
+    upstream = torch.randn_like(out)
+    d_square, d_given, d_factor, slope = costs.norm_costs_backward(upstream, *arguments)
+    square, given, factor = (x.requires_grad_() for x in (square, given, factor))
     gathered = square.double().unsqueeze(1).expand(-1, slices, -1).gather(-1, side.order.long())
     x = gathered * factor.double() if balanced else gathered
     kx = (side.matrix @ x.unsqueeze(-1)).squeeze(-1)
     expected = (given.double() * kx).sum(-1)
-    close(out.detach(), expected.detach())
+    close(out, expected.detach())
     leaves = [square, given, factor] if balanced else [square, given]
-    upstream = torch.randn_like(out)
-    *found, slope = torch.autograd.grad(out, [*leaves, points], upstream)
+    found = [d_square, d_given, d_factor] if balanced else [d_square, d_given]
+    assert balanced or d_factor is None
     for a, b in zip(found, torch.autograd.grad(expected, leaves, upstream.double()), strict=True):
         close(a, b.double())
     p = upstream.double().unsqueeze(-1) * given.detach().double()
@@ -236,14 +238,12 @@ def test_row_scales(metric: str, t: float, padded: bool) -> None:
     side = Side(metric, 2, 2, 7, 1, t)
     lengths = torch.tensor([5, 7] if padded else [7, 7], dtype=torch.int32, device=DEVICE)
     present = (torch.arange(7, device=DEVICE) < lengths.view(2, 1, 1)).double().unsqueeze(-1)
-    inv_bandwidth = side.rates
-    points = side.points.requires_grad_()
     given = lengths if padded else None
-    scales = normalise.row_scales(points, given, inv_bandwidth, metric, True)
+    scales = normalise.row_scales(side.points, given, side.rates, metric, True)
     expected = present / (side.matrix @ present)
-    close(scales.detach(), expected.squeeze(-1))
+    close(scales, expected.squeeze(-1))
     upstream = torch.randn_like(scales)
-    (found,) = torch.autograd.grad(scales, points, upstream)
+    found = normalise.row_scales_backward(upstream, scales, side.points, side.rates, metric, True)
     close(found, side.slopes(present, -upstream.double().unsqueeze(-1) * expected**2))
 
 
@@ -270,34 +270,68 @@ def test_balanced_scales(
     x = present
     for _ in range(60):
         x = present * x / (x * (side.matrix @ x)).where(present > 0, 1).sqrt()
-    width, points = side.rates.requires_grad_(), side.points.requires_grad_()
-    scales = normalise.balanced_scales(points, lengths if padded else None, width, metric, True)
-    close(scales.detach(), x.squeeze(-1), 2e-6)
+    given = lengths if padded else None
+    scales = normalise.balanced_scales(side.points, given, side.rates, metric, True)
+    close(scales, x.squeeze(-1), 2e-6)
     upstream = torch.randn_like(scales)
-    found, d_inv_bandwidth = torch.autograd.grad(scales, (points, width), upstream)
+    arguments = scales, side.points, side.rates, metric, True
+    found = normalise.balanced_scales_backward(upstream, *arguments)
+    d_inv_bandwidth = normalise.bandwidth_gradient(found, side.points, side.rates)
     system = torch.eye(7, device=DEVICE) + x * side.matrix * x.mT
     v = torch.linalg.solve(system, x * upstream.double().unsqueeze(-1))
     slope = side.slopes(x, -x * v)
     close(found, slope)
-    close(d_inv_bandwidth, (slope * points.detach()).sum((1, 2)) / side.rates.detach())
+    close(d_inv_bandwidth, (slope * side.points).sum((1, 2)) / side.rates)
+
+
+@pytest.mark.usefixtures("_columns")
+@pytest.mark.parametrize("balanced", [False, True], ids=["rows", "balanced"])
+@pytest.mark.parametrize("metric", ["absolute", "squared"])
+def test_two_sides_are_twice_as_many_heads(metric: str, balanced: bool) -> None:
+    """Scales and squared norms of queries and keys in one launch, with the bits of two launches."""
+    sides = [Side(metric, 2, 2, 7, 1, 0.3) for _ in range(2)]
+    rates, lengths = sides[0].rates, torch.tensor([5, 7], dtype=torch.int32, device=DEVICE)
+    points, orders = ([getattr(side, name) for side in sides] for name in ("points", "order"))
+    orders = [order.int() for order in orders]
+    forward = normalise.balanced_scales if balanced else normalise.row_scales
+    backward = normalise.balanced_scales_backward if balanced else normalise.row_scales_backward
+    squares, upstream = torch.rand(2, 2, 7, device=DEVICE), torch.randn(2, 2, device=DEVICE)
+
+    def both(points: Tensor, order: Tensor, squares: Tensor) -> list[Tensor]:
+        scales = forward(points, lengths, rates, metric, True)
+        arguments = squares, order, scales, scales if balanced else None, points, rates
+        norms = costs.norm_costs(*arguments, metric, True)
+        *found, slope = costs.norm_costs_backward(upstream, *arguments, metric, True)
+        more = backward(slope, scales, points, rates, metric, True)
+        return [scales, norms, *(x for x in found if x is not None), slope, more]
+
+    together = both(torch.cat(points), torch.cat(orders), squares.flatten(0, 1))
+    apart = [both(*arguments) for arguments in zip(points, orders, squares, strict=True)]
+    for one, *two in zip(together, *apart, strict=True):
+        assert torch.equal(one, torch.cat(two))
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
-def test_centred_rows(masked: bool) -> None:
-    x = torch.randn(2, 5, 3, device=DEVICE, requires_grad=True)
+@pytest.mark.parametrize("sides", [1, 2], ids=["one side", "two sides"])
+def test_centred_rows(sides: int, masked: bool) -> None:
+    x, before = torch.randn(2, sides, 2, 5, 3, device=DEVICE).unbind()
     centre = torch.randn(2, 3, device=DEVICE)
     mask = torch.rand(2, 5, device=DEVICE) < 0.7 if masked else None
-    exact = (x.double() - centre.double().unsqueeze(1)) * 0.5
+    exact_x = x.double().requires_grad_()
+    exact = (exact_x - centre.double().unsqueeze(1)) * 0.5
     if mask is not None:
         exact = exact * mask.unsqueeze(-1)
-    expected = (exact, exact.square().sum(-1))
-    found = costs.centre_rows(x, centre, mask, 0.5)
+    expected = exact.flatten(0, 1), exact.square().sum(-1).flatten(0, 1)
+    x, y = (*x, None)[:2]
+    found = costs.centre_rows(x, y, centre, mask, 0.5)
     for a, b in zip(found, expected, strict=True):
-        close(a.detach(), b.detach())
+        close(a, b.detach())
     upstream = [torch.randn_like(a) for a in found]
-    (dx,) = torch.autograd.grad(found, x, upstream)
-    (expected_dx,) = torch.autograd.grad(expected, x, [u.double() for u in upstream])
-    close(dx, expected_dx.double())
+    (added,) = torch.autograd.grad(expected, exact_x, [u.double() for u in upstream])
+    dx, dy = (*before.clone(), None)[:2]
+    costs.centre_rows_backward(*upstream, found[0], mask, 0.5, dx, dy)
+    for a, b, c in zip((dx, dy), before, added, strict=False):
+        close(a, b.double() + c)
 
 
 def test_walks_are_cut_where_that_is_shorter() -> None:

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 import espformer
 from espformer.ops.esp.problem import spread
 from espformer.ops.esp.triton import sort
-from espformer.ops.esp.triton.sort import masked_lengths, rank_points
+from espformer.ops.esp.triton.sort import masked_lengths, point_gradients, sort_points
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.7
@@ -72,12 +72,11 @@ def test_points_order_and_gradients(
         slices = torch.randn(2 if sliced == "own" else 1, count, width, device=DEVICE)
         slices[:, 0] = 0  # ties
         slices[:, 0, 2] = 1
-        slices.requires_grad_()
-    x.requires_grad_()
-    points, order, found_spread = rank_points(
-        x, slices, mask, masked_lengths(mask), SCALE, in_spreads
+    lengths = masked_lengths(mask)
+    points, order, found_spread = sort_points(x, None, slices, mask, lengths, SCALE, in_spreads)
+    assert (None if found_spread is None else found_spread.shape) == (
+        points.shape[:2] if in_spreads else None
     )
-    assert found_spread.shape == (points.shape[:2] if in_spreads else (0,))
     everyone = torch.arange(21, device=DEVICE, dtype=torch.int32).expand_as(order)
     assert torch.equal(order.sort(-1).values, everyone)
     assert bool((points.diff(dim=-1) >= 0).all())
@@ -88,16 +87,48 @@ def test_points_order_and_gradients(
     leaves = [x] + ([] if slices is None else [slices])
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     want = expected(exact[0], exact[1] if slices is not None else None, mask, order, in_spreads)
-    torch.testing.assert_close(points.detach().double(), want.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(points.double(), want.detach(), rtol=1e-5, atol=1e-5)
     upstream = torch.randn_like(points)
     if mask is not None:  # nobody pulls at padding
         upstream *= torch.arange(21, device=DEVICE) < mask.sum(-1).view(-1, 1, 1)
-    got = torch.autograd.grad(points, leaves, upstream)
+    part = torch.randn_like(points)  # the gradient may come in two parts
+    dx, dy, d_slices = point_gradients(
+        upstream - part, part, points, order, found_spread, x, None, slices, lengths, SCALE, True
+    )
+    assert dy is None
+    got = [dx] if slices is None else [dx, d_slices]
     wanted = torch.autograd.grad(want, exact, upstream.double())
     for one, other in zip(got, wanted, strict=True):
         size = other.abs().max().clamp(min=1e-30)
         error = 2e-3 if one.dtype == torch.float16 else 3e-5
         torch.testing.assert_close(one.double() / size, other / size, rtol=0, atol=error)
+
+
+@pytest.mark.usefixtures("_in_runs")
+@pytest.mark.parametrize("sliced", ["axes", "shared", "own"])
+def test_two_sides_are_sorted_like_one(sliced: str) -> None:
+    """The same bits as of either side alone; with padding, and in units of the spread."""
+    (x, mask), (y, _) = tokens(torch.float16, 5, True), tokens(torch.float16, 5, True)
+    slices = None if sliced == "axes" else torch.randn(2 if sliced == "own" else 1, 3, 5).to(DEVICE)
+    shared = slices, mask, masked_lengths(mask), SCALE, True
+    both, *sides = (
+        sort_points(x, y, *shared),
+        sort_points(x, None, *shared),
+        sort_points(y, None, *shared),
+    )
+    for together, *apart in zip(both, *sides, strict=True):
+        assert torch.equal(together, torch.cat(apart))
+    upstream = torch.randn_like(both[0])
+    rest = slices, masked_lengths(mask), SCALE, True
+    dx, dy, d_slices = point_gradients(upstream, None, *both, x, y, *rest)
+    of_x, of_y = (
+        point_gradients(part, None, *side, tokens, None, *rest)
+        for part, side, tokens in zip(upstream.chunk(2), sides, (x, y), strict=True)
+    )
+    assert torch.equal(dx, of_x[0])
+    assert torch.equal(dy, of_y[0])
+    if slices is not None:
+        torch.testing.assert_close(d_slices, of_x[2] + of_y[2])
 
 
 @pytest.mark.usefixtures("_in_runs")
@@ -107,7 +138,7 @@ def test_huge_tiny_and_equal_points() -> None:
     x[..., 1] *= 1e-30
     x[..., 2] = 0.3
     x[..., 3] = 0
-    points, _, found = rank_points(x, None, None, None, 1.0, True)
+    points, _, found = sort_points(x, None, None, None, None, 1.0, True)
     want = spread(x.mT.contiguous(), None)
     torch.testing.assert_close(found.unsqueeze(-1), want)
     torch.testing.assert_close(points[:, :2].std(-1, correction=0), torch.ones(1, 2, device=DEVICE))

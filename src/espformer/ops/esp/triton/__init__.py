@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from espformer.ops.common.masks import zero_padding
 from espformer.ops.esp import linear
 from espformer.ops.esp.options import ESPOptions
 from espformer.ops.esp.problem import LEAST_TEMPERATURE, MOST_TEMPERATURE, Problem, near_one
-from espformer.ops.esp.triton import hard_plan, soft_plan
+from espformer.ops.esp.triton import hard_plan, soft_attention
 from espformer.ops.esp.triton.numbers import rank_numbers, sort_numbers
 from espformer.ops.esp.triton.sort import blocks_of_tokens
 
@@ -23,7 +25,7 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
     Rows of `value` that are padding are zero.
     """
     if _supported(problem, value):
-        out = (hard_plan if problem.options.hard else soft_plan).attend(problem, value)
+        out = (hard_plan if problem.options.hard else soft_attention).attend(problem, value)
     else:
         out = (linear.attend(problem, value) + problem.nonfinite_marker().view(-1, 1, 1)).to(
             value.dtype
@@ -85,10 +87,10 @@ def mix_numbers(
     in_spreads = unit == "spread"
     if in_spreads and not (isinstance(t, Tensor) or torch.compiler.is_compiling()):
         inv_bandwidth = numbers.new_full((batch,), 1 / min(max(t, least), most))
-        return operator(numbers, inv_bandwidth, mask, in_spreads)[0]
+        return cast(Tensor, operator(numbers, inv_bandwidth, mask, in_spreads))
     factor = numbers.new_ones(batch, 1)
     if not in_spreads:  # beyond float32 neither a width nor its inverse would be a number
         numbers, factor = near_one(numbers)
     inv_bandwidth = 1 / (factor.squeeze(-1) * t).clamp(least, most)
-    out: Tensor = operator(numbers, inv_bandwidth, mask, in_spreads)[0]
+    out: Tensor = operator(numbers, inv_bandwidth, mask, in_spreads)
     return out if ranks or in_spreads else out / factor

@@ -24,6 +24,7 @@ from espformer.ops.esp.triton.primitives import (
     exp2_minus_square,
     gap_unit,
     load_squares,
+    of_other_side,
     operands,
 )
 
@@ -70,70 +71,76 @@ def row_block(points_ptr, start, N, rate, BLOCKS: tl.constexpr, M: tl.constexpr,
     return start + tl.arange(0, M), begin, end
 
 
-@triton.jit(do_not_specialize=("L",))
+@triton.jit(do_not_specialize=("L", "HEADS"))
 def dense_column_kernel(
     x_ptr,  # (B, L, N) float32, or None: ones
-    p_ptr,  # (B, L, N) float32, for a slope
+    p_ptr,  # (B, L, N) float32, for a slope; or None
+    mid_ptr,  # (HEADS, L, N) float32, for a slope; or None
     points_ptr,  # (B, L, N) float32
-    lengths_ptr,  # (B,) int32, or None
-    inv_bandwidth_ptr,  # (B,) float32
+    lengths_ptr,  # (HEADS,) int32, or None
+    inv_bandwidth_ptr,  # (HEADS,) float32
     y_ptr,  # (B, L, N) float32
     slope_ptr,  # (B, L, N) float32
-    N, L, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    N, L, HEADS, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Normalisers of one slice, or a slope: :func:`operands` says of what."""
     pair = tl.program_id(0).to(tl.int64)
     length = N
     if lengths_ptr is not None:
-        length = tl.load(lengths_ptr + pair // L)
+        length = tl.load(lengths_ptr + pair // L % HEADS)
+    other_ptr = y_ptr
+    if mid_ptr is not None:
+        other_ptr = of_other_side(y_ptr, pair, N, HEADS * L)
+        mid_ptr += pair % (HEADS * L) * N
     if x_ptr is not None:
         x_ptr += pair * N
     if y_ptr is not None:
         y_ptr += pair * N
     if p_ptr is not None:
         p_ptr += pair * N
+    if slope_ptr is not None:
         slope_ptr += pair * N
     points_ptr += pair * N
-    inv_bandwidth = tl.load(inv_bandwidth_ptr + pair // L)
+    inv_bandwidth = tl.load(inv_bandwidth_ptr + pair // L % HEADS)
     rate = gap_unit(inv_bandwidth, True)
     for start in range(0, N, BLOCK_M):
         n, begin, end = row_block(points_ptr, start, N, rate, BLOCKS, BLOCK_M, BLOCK_N)
-        u_here, x_here = operands(x_ptr, p_ptr, y_ptr, n, n < N, length)
+        u_here, x_here = operands(x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, n, n < N, length)
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for block in range(begin, end):
             j = block * BLOCK_N + tl.arange(0, BLOCK_N)
-            u, x = operands(x_ptr, p_ptr, y_ptr, j, j < N, length)
+            u, x = operands(x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, j, j < N, length)
             kappa, gap = kernel_and_gap(points_ptr, n, j, N, rate)
-            if p_ptr is not None:
+            if slope_ptr is not None:
                 both = u_here[:, None] * x[None, :] + x_here[:, None] * u[None, :]
                 total += kappa * gap * both
             else:
                 total += kappa * x[None, :]
         y = tl.sum(total, 1)
-        if p_ptr is not None:
+        if slope_ptr is not None:
             tl.store(slope_ptr + n, y * (SLOPE * inv_bandwidth), mask=n < N)
         else:
             y = tl.where(n < length, 1.0 / tl.where(n < length, y, 1.0), 0.0)
             tl.store(y_ptr + n, y, mask=n < N)
 
 
-@triton.jit(do_not_specialize=("L",))
+@triton.jit(do_not_specialize=("L", "HEADS"))
 def dense_norm_costs_kernel(
     square_ptr,  # (B, N) float32, by token
     order_ptr,  # (B, L, N) int32
     out_scale_ptr,  # (B, L, N) float32
     in_scale_ptr,  # (B, L, N) float32, or None: ones
     points_ptr,  # (B, L, N) float32
-    inv_bandwidth_ptr,  # (B,) float32
+    inv_bandwidth_ptr,  # (HEADS,) float32
     out_ptr,  # (B, L) float32
-    N, L, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    N, L, HEADS, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """``⟨out_scale, κ (in_scale · square)⟩`` of one slice."""
     pair = tl.program_id(0).to(tl.int64)
     at = pair * N
     points_ptr += at
     square_ptr += pair // L * N
-    rate = gap_unit(tl.load(inv_bandwidth_ptr + pair // L), True)
+    rate = gap_unit(tl.load(inv_bandwidth_ptr + pair // L % HEADS), True)
     sums = tl.zeros((BLOCK_M,), tl.float32)
     for start in range(0, N, BLOCK_M):
         n, begin, end = row_block(points_ptr, start, N, rate, BLOCKS, BLOCK_M, BLOCK_N)
@@ -147,29 +154,30 @@ def dense_norm_costs_kernel(
     tl.store(out_ptr + pair, tl.sum(sums, 0))
 
 
-@triton.jit(do_not_specialize=("L",))
+@triton.jit(do_not_specialize=("L", "HEADS"))
 def dense_norm_costs_grad_kernel(
-    upstream_ptr,  # (B, L) float32
+    upstream_ptr,  # (HEADS, L) float32
     square_ptr,  # (B, N) float32, by token
     order_ptr,  # (B, L, N) int32
     out_scale_ptr,  # (B, L, N) float32
     in_scale_ptr,  # (B, L, N) float32, or None: ones
     points_ptr,  # (B, L, N) float32
-    inv_bandwidth_ptr,  # (B,) float32
+    inv_bandwidth_ptr,  # (HEADS,) float32
     d_square_ptr,  # (B, N) if ATOMIC, else (B, L, N): every slice its own; by token
     d_out_scale_ptr,  # (B, L, N) float32
     d_in_scale_ptr,  # (B, L, N) float32, or None
     slope_ptr,  # (B, L, N) float32: the gradient of the points
-    N, L, ATOMIC: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    N, L, HEADS, ATOMIC: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """All gradients of one slice."""
     pair = tl.program_id(0).to(tl.int64)
     at = pair * N
     points_ptr += at
     square_ptr += pair // L * N
-    inv_bandwidth = tl.load(inv_bandwidth_ptr + pair // L)
+    inv_bandwidth = tl.load(inv_bandwidth_ptr + pair // L % HEADS)
     rate = gap_unit(inv_bandwidth, True)
-    upstream = tl.load(upstream_ptr + pair)
+    upstream = tl.load(upstream_ptr + pair % (HEADS * L))
     for start in range(0, N, BLOCK_M):
         n, begin, end = row_block(points_ptr, start, N, rate, BLOCKS, BLOCK_M, BLOCK_N)
         inside = n < N
@@ -209,10 +217,10 @@ def fits(shape: Shape, metric: str) -> bool:
     return metric == "squared" and shape[-1] <= MOST_RANKS
 
 
-def config(shape: Shape) -> dict[str, Any]:
-    """Arguments of these kernels."""
+def config(shape: Shape, heads: int) -> dict[str, Any]:
+    """Arguments of these kernels for so many heads of one side; B is that, or twice as much."""
     _, slices, ranks = shape
     return {
-        "N": ranks, "L": slices, "BLOCKS": power_of_2(ceil_div(ranks, BLOCK_N)),
+        "N": ranks, "L": slices, "HEADS": heads, "BLOCKS": power_of_2(ceil_div(ranks, BLOCK_N)),
         "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "num_warps": 1,
     }  # fmt: skip

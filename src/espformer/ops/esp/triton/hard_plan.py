@@ -306,10 +306,8 @@ def _matches(problem: Problem) -> tuple[Tensor, Tensor]:
             found: tuple[Tensor, Tensor] = match_points(query, key, slices, masks[0], scale)
             return found
         sides = zip((query, key), masks, strict=True)
-        ranked = [
-            rank_points(x, slices, mask, masked_lengths(mask), scale, False) for x, mask in sides
-        ]
-        (q_points, q_order, _), (k_points, k_order, _) = ranked
+        ranked = [rank_points(x, slices, mask, masked_lengths(mask), scale) for x, mask in sides]
+        (q_points, q_order), (k_points, k_order) = ranked
         # NaN if one side holds it.
         weights = (q_points[..., 0] + k_points[..., 0]) * 0 + 1 / q_order.shape[1]
         return match(q_order, k_order), weights

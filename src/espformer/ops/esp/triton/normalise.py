@@ -38,12 +38,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from espformer.ops.common.autograd import refuse_double_backward
-from espformer.ops.common.custom_op import Operator, operator
 from espformer.ops.common.triton import Launch, Shape, once, power_of_2
 from espformer.ops.esp.balancing import chebyshev_exponents
 from espformer.ops.esp.triton import dense_columns
-from espformer.ops.esp.triton.primitives import exponential_table, operands, rotation
+from espformer.ops.esp.triton.primitives import (
+    exponential_table,
+    of_other_side,
+    operands,
+    rotation,
+)
 
 # Ranks per block of a scan: for four warps; or for one warp, which needs no barriers, if there are
 # enough scans to fill the GPU.
@@ -243,30 +246,30 @@ def scan_block(
 
 @triton.jit
 def scan_pole(
-    points_ptr, x_ptr, p_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N, pole,
+    points_ptr, x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N, pole,
     REVERSE: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Scans one pole in one direction. Every scan except the first adds to y, which holds ``κx``.
 
-    With p: of ``p · κ'x + x · κ'p`` to the slope instead.
+    With a slope: of ``p · κ'x + x · κ'p`` to the slope instead.
 
-    Without x, x is one up to `length` and zero beyond, and y becomes ``1 / κx``, or zero. With p, y
-    is given, p is its gradient, and x is one where y is not zero.
+    Without x, x is one up to `length` and zero beyond, and y becomes ``1 / κx``, or zero. For a
+    slope, y is then given, p is its gradient (:func:`operands`), and x is one where y is not zero.
     """
     added = (pole > 0) | REVERSE
-    carry = zero_carry(p_ptr is not None, COMPLEX)
+    carry = zero_carry(slope_ptr is not None, COMPLEX)
     for step in range(tl.cdiv(N, BLOCK)):
         n = block_ranks(step, N, REVERSE, BLOCK)
         inside = n < N
-        u, x = operands(x_ptr, p_ptr, y_ptr, n, inside, length)
+        u, x = operands(x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, n, inside, length)
         m, linked = previous_ranks(n, N, REVERSE)
-        u_before, x_before = operands(x_ptr, p_ptr, y_ptr, m, linked, length)
+        u_before, x_before = operands(x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, m, linked, length)
         y, _, u_slope, x_slope, carry = scan_block(
             u_before, x_before, points_ptr, step, N, inv_bandwidth, carry, pole, REVERSE,
-            p_ptr is not None, TABLE, POLES, COMPLEX, BLOCK,
+            slope_ptr is not None, TABLE, POLES, COMPLEX, BLOCK,
         )  # fmt: skip
-        if p_ptr is not None:
+        if slope_ptr is not None:
             slope = u * x_slope + x * u_slope
             slope += tl.load(slope_ptr + n, mask=inside & added, other=0.0)
             tl.store(slope_ptr + n, slope, mask=inside)
@@ -280,82 +283,101 @@ def scan_pole(
 
 @triton.jit
 def scan_column(
-    points_ptr, x_ptr, p_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N, TABLE: tl.constexpr,
-    POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
+    points_ptr, x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N,
+    TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Scans every pole in both directions; afterwards y, or the slope, is complete."""
     for reverse in tl.static_range(2):
         for pole in range(POLES):
             scan_pole(
-                points_ptr, x_ptr, p_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N, pole,
-                reverse == 1, TABLE, POLES, COMPLEX, BLOCK,
+                points_ptr, x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, slope_ptr, length,
+                inv_bandwidth, N, pole, reverse == 1, TABLE, POLES, COMPLEX, BLOCK,
             )  # fmt: skip
             tl.debug_barrier()  # the next scan reads what this one has written
 
 
-@triton.jit(do_not_specialize=("L",))
+@triton.jit(do_not_specialize=("L", "HEADS"))
 def column_kernel(
     x_ptr,  # (B, L, N) float32, or None: ones
-    p_ptr,  # (B, L, N) float32, for a slope
+    p_ptr,  # (B, L, N) float32, for a slope; or None
+    mid_ptr,  # (HEADS, L, N) float32, for a slope; or None
     points_ptr,  # (B, L, N) float32
-    lengths_ptr,  # (B,) int32, or None
-    inv_bandwidth_ptr,  # (B,) float32
+    lengths_ptr,  # (HEADS,) int32, or None
+    inv_bandwidth_ptr,  # (HEADS,) float32
     y_ptr,  # (B, L, N) float32
     slope_ptr,  # (B, L, N) float32
-    N, L, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
+    N, L, HEADS, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normalisers of one slice, or a slope; :func:`scan_pole` says which."""
+    """Normalisers of one slice, or a slope; :func:`scan_pole` says which.
+
+    B is HEADS, or twice that: the keys of all heads follow the queries.
+    """
     pair = tl.program_id(0).to(tl.int64)
+    head = pair // L % HEADS
     length = N
     if lengths_ptr is not None:
-        length = tl.load(lengths_ptr + pair // L)
+        length = tl.load(lengths_ptr + head)
+    other_ptr = y_ptr
+    if mid_ptr is not None:
+        other_ptr = of_other_side(y_ptr, pair, N, HEADS * L)
+        mid_ptr += pair % (HEADS * L) * N
     if x_ptr is not None:
         x_ptr += pair * N
     if y_ptr is not None:
         y_ptr += pair * N
     if p_ptr is not None:
         p_ptr += pair * N
+    if slope_ptr is not None:
         slope_ptr += pair * N
-    inv_bandwidth = tl.load(inv_bandwidth_ptr + pair // L)
+    inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
     scan_column(
-        points_ptr + pair * N, x_ptr, p_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N, TABLE,
-        POLES, COMPLEX, BLOCK,
+        points_ptr + pair * N, x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, slope_ptr, length,
+        inv_bandwidth, N, TABLE, POLES, COMPLEX, BLOCK,
     )  # fmt: skip
 
 
-def column_config(shape: Shape, metric: str, fp32_rows: bool) -> dict[str, Any]:
-    """Arguments of the kernels that scan along the ranks: sizes, and the table of κ."""
+def column_config(shape: Shape, heads: int, metric: str, fp32_rows: bool) -> dict[str, Any]:
+    """Arguments of the kernels that scan along the ranks: sizes, and the table of κ.
+
+    The shape is that of points; `heads` are those of one side.
+    """
     table = exponential_table(metric, fp32_rows)
     numbers = tuple(
         number
         for w, p in zip(table.weights, table.poles, strict=True)
         for number in (complex(w).real, complex(w).imag, complex(p).real, complex(p).imag)
     )
-    batch, slices, ranks = shape
-    most = BLOCK if batch * slices < CROWD else CROWDED_BLOCK
+    _, slices, ranks = shape
+    most = BLOCK if heads * slices < CROWD else CROWDED_BLOCK
     block = min(most, max(LEAST_BLOCK, power_of_2(ranks)))
     return {
-        "N": ranks, "L": slices, "TABLE": numbers, "POLES": len(table.poles),
+        "N": ranks, "L": slices, "HEADS": heads, "TABLE": numbers, "POLES": len(table.poles),
         "COMPLEX": metric != "absolute", "BLOCK": block,
         "num_warps": max(1, block // 256),
     }  # fmt: skip
 
 
 @once
-def columns(shape: Shape, metric: str, fp32_rows: bool) -> Launch:
+def columns(shape: Shape, heads: int, metric: str, fp32_rows: bool) -> Launch:
     """Normalisers or a slope of every slice of points, by scans or by whole rows of κ."""
     grid = (shape[0] * shape[1],)
     if dense_columns.fits(shape, metric):
-        return Launch(dense_columns.dense_column_kernel, grid, **dense_columns.config(shape))
-    return Launch(column_kernel, grid, **column_config(shape, metric, fp32_rows))
+        return Launch(dense_columns.dense_column_kernel, grid, **dense_columns.config(shape, heads))
+    return Launch(column_kernel, grid, **column_config(shape, heads, metric, fp32_rows))
 
 
 @once
-def _balance(shape: Shape, metric: str, fp32_rows: bool, exponents: tuple[float, ...]) -> Launch:
+def _balance(
+    shape: Shape, heads: int, metric: str, fp32_rows: bool, exponents: tuple[float, ...]
+) -> Launch:
     return Launch(
         balance_kernel, (shape[0] * shape[1],), EXPONENTS=exponents, STEPS=len(exponents),
-        **column_config(shape, metric, fp32_rows),
+        **column_config(shape, heads, metric, fp32_rows),
     )  # fmt: skip
+
+
+# Points below may be those of queries and keys together: (2 · batch, L, N).
 
 
 def sorted_slope(
@@ -363,7 +385,8 @@ def sorted_slope(
 ) -> Tensor:
     """``p · κ'x + x · κ'p``: the gradient of ``pᵀ κ x`` in the points."""
     slope = torch.empty_like(points)
-    columns(points.shape, metric, fp32_rows)(x, p, points, None, inv_bandwidth, None, slope)
+    column = columns(points.shape, inv_bandwidth.shape[0], metric, fp32_rows)
+    column(x, p, None, points, None, inv_bandwidth, None, slope)
     return slope
 
 
@@ -372,62 +395,33 @@ def bandwidth_gradient(d_points: Tensor, points: Tensor, inv_bandwidth: Tensor) 
     # The terms nearly cancel, so points are centred and the sum is in float64.
     centred = points - points.mean(-1, keepdim=True)
     total = (d_points * centred).sum((1, 2), dtype=torch.float64)
-    return (total / inv_bandwidth).to(d_points.dtype)
+    each = (total.view(-1, *inv_bandwidth.shape) / inv_bandwidth).to(d_points.dtype)
+    return each.sum(0)
 
 
-def register_scales(scales: Operator, backward: Operator) -> None:
-    """Registers the fake and autograd rules of an operator that computes scales.
-
-    `scales` takes (points, lengths, inv_bandwidth, metric, fp32_rows); `backward` takes its
-    upstream and its result with the same, but for the lengths: padding has scales of zero.
-    """
-
-    def empty(points: Tensor, *_: Any) -> Tensor:
-        return points.new_empty(points.shape)
-
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        points, _, inv_bandwidth, ctx.metric, ctx.fp32_rows = inputs
-        ctx.save_for_backward(output, points, inv_bandwidth)
-
-    @refuse_double_backward(f"espformer::{scales.name}")
-    def gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found, points, inv_bandwidth = ctx.saved_tensors
-        slope = backward(grads[0], found, points, inv_bandwidth, ctx.metric, ctx.fp32_rows)
-        _, _, needs_inv_bandwidth, _, _ = ctx.needs_input_grad
-        d_inv_bandwidth = None
-        if needs_inv_bandwidth:
-            d_inv_bandwidth = bandwidth_gradient(slope, points, inv_bandwidth)
-        return slope, None, d_inv_bandwidth, None, None
-
-    scales.register_fake(empty)
-    backward.register_fake(empty)
-    scales.register_autograd(gradients, setup_context=setup)
-
-
-@operator("row_scales")
 def row_scales(
     points: Tensor, lengths: Tensor | None, inv_bandwidth: Tensor, metric: str, fp32_rows: bool
 ) -> Tensor:
     """One over ``κ 1``, what makes a soft sort row-stochastic, (batch, L, N); zero at padding."""
     y = torch.empty_like(points)
-    columns(points.shape, metric, fp32_rows)(None, None, points, lengths, inv_bandwidth, y, None)
+    column = columns(points.shape, inv_bandwidth.shape[0], metric, fp32_rows)
+    column(None, None, None, points, lengths, inv_bandwidth, y, None)
     return y
 
 
-@operator("row_scales_backward")
 def row_scales_backward(
-    upstream: Tensor, scales: Tensor, points: Tensor, inv_bandwidth: Tensor, metric: str,
-    fp32_rows: bool,
+    upstream: Tensor | None, scales: Tensor, points: Tensor, inv_bandwidth: Tensor, metric: str,
+    fp32_rows: bool, d_mid_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The gradient of the points."""
+    """The gradient of the points.
+
+    Scales of queries and keys together may have the gradient of their product, `d_mid_scale`,
+    (batch, L, N), in addition to `upstream` or instead of it.
+    """
     slope = torch.empty_like(points)
-    columns(points.shape, metric, fp32_rows)(
-        None, upstream, points, None, inv_bandwidth, scales, slope
-    )
+    column = columns(points.shape, inv_bandwidth.shape[0], metric, fp32_rows)
+    column(None, upstream, d_mid_scale, points, None, inv_bandwidth, scales, slope)
     return slope
-
-
-register_scales(row_scales, row_scales_backward)
 
 
 # The first step starts from ones, and has the exponent 1/2.
@@ -435,24 +429,25 @@ FORWARD = (0.5, *chebyshev_exponents())
 BACKWARD = tuple(chebyshev_exponents())
 
 
-@triton.jit(do_not_specialize=("L",))
+@triton.jit(do_not_specialize=("L", "HEADS"))
 def balance_kernel(
     z_ptr,  # (B, L, N) float32: the scales x, or -a where there is an upstream
     upstream_ptr,  # (B, L, N) float32, or None
     scale_ptr,  # (B, L, N) float32: the scales, for the backward
     points_ptr,  # (B, L, N) float32
-    lengths_ptr,  # (B,) int32, or None
-    inv_bandwidth_ptr,  # (B,) float32
+    lengths_ptr,  # (HEADS,) int32, or None
+    inv_bandwidth_ptr,  # (HEADS,) float32
     y_ptr,  # (B, L, N) float32: room for κz
-    N, L, EXPONENTS: tl.constexpr, STEPS: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr,
-    COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
+    N, L, HEADS, EXPONENTS: tl.constexpr, STEPS: tl.constexpr, TABLE: tl.constexpr,
+    POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """All steps of one slice."""
     pair = tl.program_id(0).to(tl.int64)
-    inv_bandwidth = tl.load(inv_bandwidth_ptr + pair // L)
+    head = pair // L % HEADS
+    inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
     length = N
     if lengths_ptr is not None:
-        length = tl.load(lengths_ptr + pair // L)
+        length = tl.load(lengths_ptr + head)
     points_ptr += pair * N
     z_ptr += pair * N
     y_ptr += pair * N
@@ -472,8 +467,8 @@ def balance_kernel(
         for i in tl.static_range(1, STEPS):
             exponent = tl.where(step == i, EXPONENTS[i], exponent)
         scan_column(
-            points_ptr, z_ptr, None, y_ptr, None, length, inv_bandwidth, N, TABLE, POLES, COMPLEX,
-            BLOCK,
+            points_ptr, z_ptr, None, None, None, y_ptr, None, length, inv_bandwidth, N, TABLE,
+            POLES, COMPLEX, BLOCK,
         )  # fmt: skip
         for start in range(0, N, BLOCK):
             n = start + tl.arange(0, BLOCK)
@@ -490,27 +485,22 @@ def balance_kernel(
         tl.debug_barrier()
 
 
-@operator("balanced_scales")
 def balanced_scales(
     points: Tensor, lengths: Tensor | None, inv_bandwidth: Tensor, metric: str, fp32_rows: bool
 ) -> Tensor:
     """x, so that ``diag(x) κ diag(x)`` is doubly stochastic, (batch, L, N); zero at padding."""
     x, y = torch.empty_like(points), torch.empty_like(points)
-    balance = _balance(points.shape, metric, fp32_rows, FORWARD)
+    balance = _balance(points.shape, inv_bandwidth.shape[0], metric, fp32_rows, FORWARD)
     balance(x, None, None, points, lengths, inv_bandwidth, y)
     return x
 
 
-@operator("balanced_scales_backward")
 def balanced_scales_backward(
     upstream: Tensor, scales: Tensor, points: Tensor, inv_bandwidth: Tensor, metric: str,
     fp32_rows: bool,
 ) -> Tensor:  # fmt: skip
     """The gradient of the points."""
     a, y = torch.empty_like(points), torch.empty_like(points)
-    balance = _balance(points.shape, metric, fp32_rows, BACKWARD)
+    balance = _balance(points.shape, inv_bandwidth.shape[0], metric, fp32_rows, BACKWARD)
     balance(a, upstream, scales, points, None, inv_bandwidth, y)
     return sorted_slope(a, scales, points, inv_bandwidth, metric, fp32_rows)
-
-
-register_scales(balanced_scales, balanced_scales_backward)

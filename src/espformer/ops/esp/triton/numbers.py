@@ -33,27 +33,29 @@ from espformer.ops.esp.triton.normalise import (
     row_scales_backward,
     sorted_slope,
 )
-from espformer.ops.esp.triton.sort import masked_lengths, rank_points, unrank_points
+from espformer.ops.esp.triton.sort import masked_lengths, point_gradients, sort_points
 
 METRIC = "absolute", True  # and rows in float32
+ARGUMENTS = "Tensor numbers, Tensor inv_bandwidth, Tensor? mask, bool in_spreads"
 
 
 def _times_kernel(x: Tensor, points: Tensor, inv_bandwidth: Tensor) -> Tensor:
     """``κx``, (batch, 1, N)."""
     y = torch.empty_like(points)
-    columns(points.shape, *METRIC)(x, None, points, None, inv_bandwidth, y, None)
+    column = columns(points.shape, inv_bandwidth.shape[0], *METRIC)
+    column(x, None, None, points, None, inv_bandwidth, y, None)
     return y
 
 
 def _sort(
     numbers: Tensor, inv_bandwidth: Tensor, mask: Tensor | None, in_spreads: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Points, tokens and spread of :func:`rank_points`, and z: (batch, 1, N), the spread less."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Points, tokens and spread of :func:`sort_points`, and z."""
     lengths = masked_lengths(mask)
-    points, order, spread = rank_points.inside(
-        numbers.unsqueeze(-1), None, mask, lengths, 1.0, in_spreads
+    points, order, spread = sort_points(
+        numbers.unsqueeze(-1), None, None, mask, lengths, 1.0, in_spreads
     )
-    return points, order, spread, row_scales.inside(points, lengths, inv_bandwidth, *METRIC)
+    return points, order, spread, row_scales(points, lengths, inv_bandwidth, *METRIC)
 
 
 def _to_tokens(ranked: Tensor, order: Tensor) -> Tensor:
@@ -62,21 +64,22 @@ def _to_tokens(ranked: Tensor, order: Tensor) -> Tensor:
 
 
 def _numbers_gradient(
-    d_points: Tensor, points: Tensor, order: Tensor, spread: Tensor, mask: Tensor | None
-) -> Tensor:
-    """The gradient of the numbers, (batch, N), from that of their points."""
+    slope: Tensor, more: Tensor, points: Tensor, order: Tensor, spread: Tensor | None,
+    mask: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The gradient of the numbers, (batch, N), from the two parts of that of their points."""
     batch, _, tokens = points.shape
-    like = points.view(batch, tokens, 1)
-    lengths = masked_lengths(mask)
-    return unrank_points.inside(
-        d_points, points, order, spread, like, None, lengths, 1.0, False
+    spread = spread if spread is not None and spread.numel() else None
+    return point_gradients(
+        slope, more, points, order, spread, points.view(batch, tokens, 1), None, None,
+        masked_lengths(mask), 1.0, False,
     )[0].squeeze(-1)  # fmt: skip
 
 
-@operator("sort_numbers")
+@operator("sort_numbers", f"({ARGUMENTS}) -> ({', '.join(['Tensor'] * 5)})", keeps=True)
 def sort_numbers(
     numbers: Tensor, inv_bandwidth: Tensor, mask: Tensor | None, in_spreads: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | None, ...]:
     """Numbers (batch, N), softly sorted; padding is zero, and comes last.
 
     Also returns what the backward pass needs: points, tokens and spreads, and z.
@@ -98,12 +101,17 @@ def _(
     return torch.empty_like(numbers), points, order, spread, torch.empty_like(points)
 
 
-@operator("sort_numbers_backward")
+@operator(
+    "sort_numbers_backward",
+    "(Tensor upstream, Tensor out, Tensor numbers, Tensor points, Tensor order, Tensor? spread, "
+    "Tensor z, Tensor inv_bandwidth, Tensor? mask, bool with_inv_bandwidth) -> (Tensor, Tensor)",
+)
 def sort_numbers_backward(
-    upstream: Tensor, out: Tensor, numbers: Tensor, points: Tensor, order: Tensor, spread: Tensor,
-    z: Tensor, inv_bandwidth: Tensor, mask: Tensor | None, with_inv_bandwidth: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of the numbers and, if asked for, of `inv_bandwidth`; else the latter is empty.
+    upstream: Tensor, out: Tensor, numbers: Tensor, points: Tensor, order: Tensor,
+    spread: Tensor | None, z: Tensor, inv_bandwidth: Tensor, mask: Tensor | None,
+    with_inv_bandwidth: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Gradients of the numbers and, if asked for, of `inv_bandwidth`.
 
     Of ``gᵀ (z · κx)``, with ``p = z g``: κp for x, the slope of ``pᵀ κ x`` for the points, and that
     of z, whose upstream is ``g · κx``, that is ``g · out / z``.
@@ -113,12 +121,12 @@ def sort_numbers_backward(
     x = numbers.unsqueeze(1).gather(-1, tokens)
     slope = sorted_slope(p, x, points, inv_bandwidth, *METRIC)
     dz = (upstream * out).unsqueeze(1) / z.masked_fill(z == 0, 1)
-    slope += row_scales_backward.inside(dz, z, points, inv_bandwidth, *METRIC)
-    d_numbers = _numbers_gradient(slope, points, order, spread, mask)
+    z_slope = row_scales_backward(dz, z, points, inv_bandwidth, *METRIC)
+    d_numbers = _numbers_gradient(slope, z_slope, points, order, spread, mask)
     d_numbers += _to_tokens(_times_kernel(p, points, inv_bandwidth), order)
     if not with_inv_bandwidth:
-        return d_numbers, inv_bandwidth.new_empty(0)
-    return d_numbers, bandwidth_gradient(slope, points, inv_bandwidth)
+        return d_numbers, None
+    return d_numbers, bandwidth_gradient(slope + z_slope, points, inv_bandwidth)
 
 
 def _centred_ranks(z: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | float, Tensor | float]:
@@ -137,10 +145,10 @@ def _centred_ranks(z: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | flo
     return (ranks - middle) / scale, middle, scale
 
 
-@operator("rank_numbers")
+@operator("rank_numbers", f"({ARGUMENTS}) -> ({', '.join(['Tensor'] * 7)})", keeps=True)
 def rank_numbers(
     numbers: Tensor, inv_bandwidth: Tensor, mask: Tensor | None, in_spreads: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | None, ...]:
     """Expected ranks of numbers (batch, N), counted from one; those of padding are zero.
 
     Also returns what the backward pass needs: points, tokens and spreads, z, κz, and the centred
@@ -168,12 +176,18 @@ def _(
     return torch.empty_like(numbers), points, order, spread, *kept
 
 
-@operator("rank_numbers_backward")
+@operator(
+    "rank_numbers_backward",
+    "(Tensor upstream, Tensor points, Tensor order, Tensor? spread, Tensor z, Tensor mass, "
+    "Tensor expected, Tensor inv_bandwidth, Tensor? mask, bool with_inv_bandwidth) "
+    "-> (Tensor, Tensor)",
+)
 def rank_numbers_backward(
-    upstream: Tensor, points: Tensor, order: Tensor, spread: Tensor, z: Tensor, mass: Tensor,
-    expected: Tensor, inv_bandwidth: Tensor, mask: Tensor | None, with_inv_bandwidth: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of the numbers and, if asked for, of `inv_bandwidth`; else the latter is empty.
+    upstream: Tensor, points: Tensor, order: Tensor, spread: Tensor | None, z: Tensor,
+    mass: Tensor, expected: Tensor, inv_bandwidth: Tensor, mask: Tensor | None,
+    with_inv_bandwidth: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Gradients of the numbers and, if asked for, of `inv_bandwidth`.
 
     Of ``gᵀ r`` with ``r = κ(z c) / κz``: with ``a = g / κz`` and ``b = -a r`` those of
     ``aᵀ κ (z c) + bᵀ κ z``.
@@ -187,11 +201,11 @@ def rank_numbers_backward(
     slope += sorted_slope(b, z, points, inv_bandwidth, *METRIC)
     dz = _times_kernel(a, points, inv_bandwidth).mul_(centred)
     dz += _times_kernel(b, points, inv_bandwidth)
-    slope += row_scales_backward.inside(dz, z, points, inv_bandwidth, *METRIC)
-    d_numbers = _numbers_gradient(slope, points, order, spread, mask)
+    z_slope = row_scales_backward(dz, z, points, inv_bandwidth, *METRIC)
+    d_numbers = _numbers_gradient(slope, z_slope, points, order, spread, mask)
     if not with_inv_bandwidth:
-        return d_numbers, inv_bandwidth.new_empty(0)
-    return d_numbers, bandwidth_gradient(slope, points, inv_bandwidth)
+        return d_numbers, None
+    return d_numbers, bandwidth_gradient(slope + z_slope, points, inv_bandwidth)
 
 
 def _fake_gradients(*args: Any) -> tuple[Tensor, Tensor]:
@@ -208,16 +222,11 @@ def _setup_sort(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
     numbers, inv_bandwidth, mask, _ = inputs
     out, *kept = output
     ctx.save_for_backward(out, numbers, *kept, inv_bandwidth, mask)
-    ctx.mark_non_differentiable(*kept)
-    ctx.set_materialize_grads(False)
 
 
 def _setup_rank(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, inv_bandwidth, mask, _ = inputs
-    _, *kept = output
-    ctx.save_for_backward(*kept, inv_bandwidth, mask)
-    ctx.mark_non_differentiable(*kept)
-    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[1:], inv_bandwidth, mask)
 
 
 def _gradients(backward: Any) -> Any:

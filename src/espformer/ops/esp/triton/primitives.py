@@ -309,19 +309,61 @@ def load_squares(square_ptr, order_ptr, in_scale_ptr, at, n, inside):
 
 
 @triton.jit
-def operands(x_ptr, p_ptr, y_ptr, n, inside, length):
-    """u and x at ranks n: of a column whose normalisers, or whose slope, is asked for."""
+def operands(x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, n, inside, length):
+    """u and x at ranks n: of a column whose normalisers, or whose slope, is asked for.
+
+    Of normalisers y, the gradient is p, and that of their product with others is `mid`.
+    """
     if x_ptr is not None:
         x = tl.load(x_ptr + n, mask=inside, other=0.0)
         u = x if p_ptr is None else tl.load(p_ptr + n, mask=inside, other=0.0)
-    elif p_ptr is None:
+    elif p_ptr is None and mid_ptr is None:
         x = tl.where(inside & (n < length), 1.0, 0.0)
         u = x
     else:
         scale = tl.load(y_ptr + n, mask=inside, other=0.0)
         x = tl.where(scale == 0.0, 0.0, 1.0)
-        u = tl.load(p_ptr + n, mask=inside, other=0.0) * (-scale * scale)
+        if mid_ptr is None:
+            p = tl.load(p_ptr + n, mask=inside, other=0.0)
+        else:
+            p = tl.load(mid_ptr + n, mask=inside, other=0.0)
+            p *= tl.load(other_ptr + n, mask=inside, other=0.0)
+            if p_ptr is not None:
+                p += tl.load(p_ptr + n, mask=inside, other=0.0)
+        u = p * (-scale * scale)
     return u, x
+
+
+@triton.jit
+def of_other_side(ptr, pair, N, PAIRS):
+    """The row of the other side's pair, if two sides of PAIRS pairs each follow each other."""
+    return ptr + (pair + PAIRS) % (2 * PAIRS) * N
+
+
+@triton.jit
+def load_one_of_two(x_ptr, y_ptr, second, at, inside):
+    """Numbers of x or, for the second side, of y."""
+    if y_ptr is None:
+        x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    else:
+        if second:
+            x = tl.load(y_ptr + at, mask=inside, other=0.0)
+        else:
+            x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    return x
+
+
+@triton.jit
+def store_one_of_two(x_ptr, y_ptr, second, at, numbers, inside):
+    """Stores numbers in x or, for the second side, in y."""
+    numbers = numbers.to(x_ptr.dtype.element_ty)
+    if y_ptr is None:
+        tl.store(x_ptr + at, numbers, mask=inside)
+    else:
+        if second:
+            tl.store(y_ptr + at, numbers, mask=inside)
+        else:
+            tl.store(x_ptr + at, numbers, mask=inside)
 
 
 @triton.jit

@@ -20,12 +20,10 @@ The gradient of the inverse bandwidth is ``Σ_n s_n ds_n``, whose terms nearly c
 summed pair by pair: distances within a chunk, and, for points in other chunks, the part of the
 distance that lies in this chunk. :meth:`PlanKernels.grad` adds the distance over whole chunks.
 
-As torch operators, with their fake and autograd rules:
-
-- ``espformer::apply_plans``: ``Σ_l weight_l A_lᵀ B_l V``;
-- ``espformer::cross_plans``: ``Σ_i q_i · (A_lᵀ B_l K)_i`` for every slice, the part of the slice
-  costs that is not a column;
-- ``espformer::plans_backward``: the backward of both.
+- :func:`apply_plans`: ``Σ_l weight_l A_lᵀ B_l V``;
+- :func:`cross_plans`: ``Σ_i q_i · (A_lᵀ B_l K)_i`` for every slice, the part of the slice costs
+  that is not a column;
+- :func:`plan_gradients`: the backward of both.
 
 Slices are processed in groups, so that their states stay below `SCRATCH_BYTES`.
 """
@@ -33,30 +31,17 @@ Slices are processed in groups, so that their states stay below `SCRATCH_BYTES`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from espformer.ops.common.autograd import refuse_double_backward
-from espformer.ops.common.custom_op import operator
 from espformer.ops.common.triton import Launch, Shape, once
-from espformer.ops.esp import linear
-from espformer.ops.esp.coupling import Coupling, couple
-from espformer.ops.esp.problem import Problem
 from espformer.ops.esp.triton import narrow_plan
-from espformer.ops.esp.triton.costs import centred_costs
 from espformer.ops.esp.triton.narrow_plan import NarrowPlanKernels
-from espformer.ops.esp.triton.plan import (
-    PLAN_SCHEMA,
-    Group,
-    Plan,
-    SortedSide,
-    make_plan,
-    sort_sides,
-)
+from espformer.ops.esp.triton.plan import Group, Plan
 from espformer.ops.esp.triton.primitives import (
     COUNTS,
     add_rows,
@@ -78,7 +63,6 @@ from espformer.ops.esp.triton.primitives import (
     to_wide_range,
     transposed_product,
 )
-from espformer.ops.esp.triton.sort import masked_lengths
 from espformer.ops.esp.triton.states import Chunks, chunk_states
 
 States = tuple[Tensor | None, Tensor | None]  # of x for κ_k, and of W for κ_q
@@ -323,42 +307,27 @@ class PlanGradients(NamedTuple):
     key_scale: Tensor | None
     query_scale: Tensor | None
 
-    @classmethod
-    def new(cls, plan: Plan, weight: bool, inv_bandwidth: bool, scales: bool) -> PlanGradients:
-        """Allocates the requested buffers; `scales` requests `key_scale` and `query_scale`."""
+    @staticmethod
+    def new(plan: Plan, ranked: Tensor, weight: bool, inv_bandwidth: bool) -> PlanGradients:
+        """Those by rank in `ranked`, (3 or 5, batch, L, ranks), and others that are requested.
 
-        like, ranks = plan.key_points, plan.key_points.shape
-        return cls(
-            like.new_empty(ranks[:2]) if weight else None,
-            like.new_empty(ranks[:2]) if inv_bandwidth else None,
-            like.new_empty(ranks),
-            like.new_empty(ranks),
-            like.new_empty(ranks),
-            like.new_empty(ranks) if scales and plan.key_scale is not None else None,
-            like.new_empty(ranks) if scales and plan.query_scale is not None else None,
-        )
+        In the order of the queries' points, the keys' points, with five the scales of either, and
+        the scale between them.
+        """
+        like, shape = plan.key_points, plan.key_points.shape[:2]
+        query_points, key_points, *scales, mid_scale = ranked.unbind(0)
+        query_scale, key_scale = scales or (None, None)
+        return PlanGradients(
+            like.new_empty(shape) if weight else None,
+            like.new_empty(shape) if inv_bandwidth else None,
+            query_points, key_points, mid_scale, key_scale, query_scale,
+        )  # fmt: skip
 
     def part(self, group: Group | None) -> PlanGradients:
         """The buffers of some slices of some heads."""
         if group is None:
             return self
         return PlanGradients(*(None if x is None else x[group] for x in self))  # type: ignore[arg-type]
-
-    def flatten(self) -> list[Tensor]:
-        """The buffers as outputs of an operator; missing ones are empty tensors."""
-        return [self.key_points.new_empty(0) if x is None else x for x in self]
-
-    @staticmethod
-    def unflatten(results: list[Tensor]) -> PlanGradients:
-        return PlanGradients(*(x if x.numel() else None for x in results))  # type: ignore[arg-type]
-
-    def of_plan(self) -> tuple[Tensor | None, ...]:
-        """In the order of the fields of a plan."""
-        inv_bandwidth = None if self.inv_bandwidth is None else self.inv_bandwidth.sum(-1)
-        return (
-            self.query_points, self.key_points, None, None, inv_bandwidth, self.mid_scale,
-            self.key_scale, self.query_scale, None,
-        )  # fmt: skip
 
 
 class PlanKernels:
@@ -464,12 +433,12 @@ class PlanKernels:
         span = ((last - first) * self.plan.inv_bandwidth.view(-1, 1, 1)).clamp(max=40)
         table = exponential_table(chunks.metric, chunks.fp32_rows)
         (x_left, x_right), (y_left, y_right) = self._directions(x), self._directions(y)
-        meeting = (x_left * y_right + y_left * x_right).sum(-1)
+        products = (x_left * y_right + y_left * x_right).sum(-1)
         force = torch.zeros_like(span)
         for r, (weight, pole) in enumerate(zip(table.weights, table.poles, strict=True)):
             # Python numbers: a tensor would have to be copied to the device.
-            passing = torch.exp(span * -pole) * meeting[..., r] * (-weight * pole)
-            force += passing.real if chunks.complex else passing
+            term = torch.exp(span * -pole) * products[..., r] * (-weight * pole)
+            force += term.real if chunks.complex else term
         return (force * (last - before)).sum(-1)
 
     def _directions(self, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -527,13 +496,13 @@ def _grouped(
 
 
 def _grouping(
-    x: Tensor, plan: Plan, backward: bool, with_inv_bandwidth: bool = False
+    x: Tensor, shape: Shape, metric: str, backward: bool, with_inv_bandwidth: bool = False
 ) -> tuple[type[Kernels], list[Group | None]]:
     """:func:`_grouped` for rows x; `with_inv_bandwidth` says that its gradient is asked for."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     return _grouped(
-        plan.key_points.shape, x.shape[-1], x.dtype, plan.metric, backward, with_inv_bandwidth,
-        deterministic, SCRATCH_BYTES[plan.metric],
+        shape, x.shape[-1], x.dtype, metric, backward, with_inv_bandwidth, deterministic,
+        SCRATCH_BYTES[metric],
     )  # fmt: skip
 
 
@@ -541,7 +510,7 @@ def _groups(
     x: Tensor, plan: Plan, backward: bool = False, with_inv_bandwidth: bool = False
 ) -> Iterator[tuple[Group | None, Kernels]]:
     """Parts of (batch, slices) whose scratch fits, and their kernels."""
-    kind, groups = _grouping(x, plan, backward, with_inv_bandwidth)
+    kind, groups = _grouping(x, plan.key_points.shape, plan.metric, backward, with_inv_bandwidth)
     for group in groups:
         yield group, kind(plan.part(group), x.dtype)
 
@@ -569,64 +538,32 @@ def _collect(out: Tensor, group: Group | None, rows: Tensor) -> None:
         here += rows.sum(1)
 
 
-@operator(
-    "apply_plans",
-    f"(Tensor value, Tensor weight, SymInt queries, bool keep_states, {PLAN_SCHEMA}) "
-    "-> (Tensor, Tensor, Tensor)",
-)
 def apply_plans(
-    value: Tensor, weight: Tensor, queries: int, keep_states: bool, *flat: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``Σ_l weight_l A_lᵀ B_l V``, (batch, queries, d), in the dtype of `value`; a flat plan.
+    value: Tensor, weight: Tensor, queries: int, plan: Plan, keep_states: bool
+) -> tuple[Tensor, States]:
+    """``Σ_l weight_l A_lᵀ B_l V``, (batch, queries, d), in the dtype of `value`.
 
     With `keep_states`, which requires that all slices form one group, also returns the states of V,
-    so that the backward pass need not recompute them; otherwise they are empty.
+    so that the backward pass need not recompute them.
     """
     out = value.new_zeros(value.shape[0], queries, value.shape[-1], dtype=torch.float32)
     states: States = (None, None)
-    for group, kernels in _groups(value, Plan(*flat), backward=keep_states):
+    for group, kernels in _groups(value, plan, backward=keep_states):
         rows = _room(out, group, weight.shape[1])
         weights = weight if group is None else weight[group]
         states = kernels.apply(_heads(value, group), weights, rows, ties=keep_states)
         _collect(out, group, rows)
-    kept = states if keep_states else (None, None)
-    x_states, w_states = (value.new_empty(0) if x is None else x for x in kept)
-    return out.to(value.dtype), x_states, w_states
+    return out.to(value.dtype), states if keep_states else (None, None)
 
 
-@apply_plans.register_fake
-def _(
-    value: Tensor, weight: Tensor, queries: int, keep_states: bool, *flat: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    out = value.new_empty(value.shape[0], queries, value.shape[-1])
-    plan = Plan(*flat)
-    batch, slices, ranks = plan.key_points.shape
-    chunks = Chunks(batch, slices, ranks, plan.metric, value.dtype)  # `of` would ask for numbers
-    rows = chunks.state_rows(ties=True) if keep_states else 0
-    if rows == 0:
-        return out, value.new_empty(0), value.new_empty(0)
-    shape = (chunks.batch, chunks.slices, chunks.count, rows, value.shape[-1])
-    states = value.new_empty(shape, dtype=chunks.state_dtype())
-    return out, states, torch.empty_like(states)
-
-
-def keeps_states(value: Tensor, plan: Plan) -> bool:
-    """Whether to keep the states for the backward pass: if a gradient is needed and they are few.
-
-    Under torch.compile, where sizes may be symbolic, the states are recomputed.
-    """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return False
-    if not any(x is not None and x.requires_grad for x in (value, *plan.tensors())):
-        return False
-    kind, groups = _grouping(value, plan, backward=True)
+def keeps_states(value: Tensor, shape: Shape, metric: str) -> bool:
+    """Whether states of plans of (batch, slices, ranks) are few enough to keep them."""
+    kind, groups = _grouping(value, shape, metric, backward=True)
     return kind is PlanKernels and groups == [None]
 
 
-@operator("cross_plans", f"(Tensor query, Tensor key, {PLAN_SCHEMA}) -> Tensor")
-def cross_plans(query: Tensor, key: Tensor, *flat: Any) -> Tensor:
-    """``Σ_i q_i · (A_lᵀ B_l K)_i``: (batch, L); a flat plan."""
-    plan = Plan(*flat)
+def cross_plans(query: Tensor, key: Tensor, plan: Plan) -> Tensor:
+    """``Σ_i q_i · (A_lᵀ B_l K)_i``: (batch, L)."""
     totals = plan.query_points.new_empty(plan.query_points.shape[:2])
     for group, kernels in _groups(key, plan):
         out = totals if group is None else totals[group]
@@ -634,188 +571,25 @@ def cross_plans(query: Tensor, key: Tensor, *flat: Any) -> Tensor:
     return totals
 
 
-@cross_plans.register_fake
-def _(query: Tensor, key: Tensor, query_points: Tensor, *_: Any) -> Tensor:
-    return query_points.new_empty(query_points.shape[:2])
+def plan_gradients(
+    plan: Plan, upstream: Tensor, weight: Tensor, value: Tensor, d_value: Tensor,
+    d_upstream: Tensor | None, found: PlanGradients, states: States | None = None,
+) -> None:  # fmt: skip
+    """Gradients of ``Σ_l weight_l ⟨upstream, plan_l V⟩``: adds to `d_value` and `d_upstream`, which
+    are float32, and writes to `found`.
 
-
-@operator(
-    "plans_backward",
-    f"(Tensor upstream, Tensor weight, Tensor value, Tensor? x_states, Tensor? w_states, "
-    f"bool with_upstream, bool with_scales, bool with_inv_bandwidth, {PLAN_SCHEMA}) -> Tensor[]",
-)
-def plans_backward(
-    upstream: Tensor, weight: Tensor, value: Tensor, x_states: Tensor | None,
-    w_states: Tensor | None, with_upstream: bool, with_scales: bool, with_inv_bandwidth: bool,
-    *flat: Any,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of ``Σ_l weight_l ⟨upstream, plan_l V⟩``, for a flat plan.
-
-    States of V, where there are any, are those that :func:`apply_plans` kept. Returns dV, the
-    gradient of `upstream`, and flat `PlanGradients`; what is not there is empty. The gradients of
-    `upstream` and of the weight exclude each other.
+    `states` of V are those that :func:`apply_plans` kept. The gradients of `upstream` and of the
+    weight exclude each other.
     """
-    plan = Plan(*flat)
-    d_value = torch.zeros_like(value, dtype=torch.float32)
-    d_upstream = torch.zeros_like(upstream, dtype=torch.float32) if with_upstream else None
-    found = PlanGradients.new(plan, not with_upstream, with_inv_bandwidth, with_scales)
-    for group, kernels in _groups(value, plan, True, with_inv_bandwidth):
-        rows = _room(d_value, group, weight.shape[1])
-        upstream_rows = None
-        if d_upstream is not None:
-            upstream_rows = _room(d_upstream, group, weight.shape[1])
+    slices = weight.shape[1]
+    for group, kernels in _groups(value, plan, True, found.inv_bandwidth is not None):
+        rows = _room(d_value, group, slices)
+        upstream_rows = None if d_upstream is None else _room(d_upstream, group, slices)
         kernels.grad(
             _heads(upstream, group), _heads(value, group),
             weight if group is None else weight[group], rows, upstream_rows, found.part(group),
-            None if x_states is None else (x_states, w_states),
+            states,
         )  # fmt: skip
         _collect(d_value, group, rows)
         if d_upstream is not None and upstream_rows is not None:
             _collect(d_upstream, group, upstream_rows)
-    d_upstream = value.new_empty(0) if d_upstream is None else d_upstream.to(upstream.dtype)
-    return [d_value.to(value.dtype), d_upstream, *found.flatten()]
-
-
-@plans_backward.register_fake
-def _(
-    upstream: Tensor, weight: Tensor, value: Tensor, x_states: Tensor | None,
-    w_states: Tensor | None, with_upstream: bool, with_scales: bool, with_inv_bandwidth: bool,
-    *flat: Any,
-) -> list[Tensor]:  # fmt: skip
-    d_upstream = upstream.new_empty(upstream.shape) if with_upstream else value.new_empty(0)
-    found = PlanGradients.new(Plan(*flat), not with_upstream, with_inv_bandwidth, with_scales)
-    return [value.new_empty(value.shape), d_upstream, *found.flatten()]
-
-
-def _gradients(
-    ctx: Any, upstream: Tensor, weight: Tensor, value: Tensor, states: States,
-    with_upstream: bool, tensors: tuple[Any, ...],
-) -> tuple[Tensor, Tensor, PlanGradients]:  # fmt: skip
-    """dV, the gradient of `upstream`, and those of the plan that autograd asks for."""
-    needs = Plan(*ctx.needs_input_grad[-len(Plan._fields) :])
-    d_value, d_upstream, *found = plans_backward(
-        upstream, weight, value, *states, with_upstream, needs.key_scale or needs.query_scale,
-        needs.inv_bandwidth, *tensors, ctx.metric,
-    )  # fmt: skip
-    return d_value, d_upstream, PlanGradients.unflatten(found)
-
-
-def _apply_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    value, weight, _, _, *tensors, ctx.metric = inputs
-    _, *states = output
-    ctx.save_for_backward(value, weight, *(x if x.numel() else None for x in states), *tensors)
-    ctx.mark_non_differentiable(*states)
-    ctx.set_materialize_grads(False)
-
-
-@refuse_double_backward("espformer::apply_plans")
-def _apply_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    if grads[0] is None:
-        return (None,) * len(ctx.needs_input_grad)
-    value, weight, x_states, w_states, *tensors = ctx.saved_tensors
-    upstream = grads[0].to(value.dtype)
-    d_value, _, found = _gradients(
-        ctx, upstream, weight, value, (x_states, w_states), False, tensors
-    )
-    return d_value, found.weight, None, None, *found.of_plan()
-
-
-apply_plans.register_autograd(_apply_backward, setup_context=_apply_setup)
-
-
-def _cross_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.metric = inputs
-    ctx.save_for_backward(*tensors)
-
-
-@refuse_double_backward("espformer::cross_plans")
-def _cross_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, *tensors = ctx.saved_tensors
-    d_key, d_query, found = _gradients(ctx, query, grads[0], key, (None, None), True, tensors)
-    return d_query, d_key, *found.of_plan()
-
-
-cross_plans.register_autograd(_cross_backward, setup_context=_cross_setup)
-
-
-def attend(problem: Problem, value: Tensor) -> Tensor:
-    """``N · G V``; all NaN in a head that holds one."""
-    batch, metric = value.shape[0], problem.options.metric
-    inv_bandwidth = problem.inv_bandwidth(batch)
-    if inv_bandwidth.shape[0] != batch:
-        inv_bandwidth = inv_bandwidth.expand(batch).contiguous()
-    one_to_one = linear.same_lengths(problem)
-    queries, keys, mid_scale = _sorted_sides(problem, inv_bandwidth, one_to_one)
-    coupling = None
-    if not one_to_one:
-        coupling = couple(
-            problem.options.coupling, queries.counts(), keys.counts(), queries.points.shape[-1],
-            keys.points.shape[-1], torch.float32,
-        )  # fmt: skip
-    plan = make_plan(queries, keys, mid_scale, inv_bandwidth, metric, coupling)
-    weights = _slice_weights(problem, queries, keys, plan, coupling)
-    keep = keeps_states(value, plan)
-    out: Tensor = apply_plans(value, weights, queries.order.shape[-1], keep, *plan)[0]
-    return out
-
-
-def _fp32_rows(problem: Problem) -> bool:
-    """Whether rows of queries and keys are multiplied in float32."""
-    return torch.promote_types(problem.query.dtype, problem.key.dtype) == torch.float32
-
-
-def _sorted_sides(
-    problem: Problem, inv_bandwidth: Tensor, one_to_one: bool
-) -> tuple[SortedSide, SortedSide, Tensor]:
-    """Queries and keys, sorted on every slice and normalised, and the scale between them."""
-    masks = problem.query_mask, problem.key_mask
-    q_lengths = masked_lengths(masks[0])
-    k_lengths = q_lengths if masks[0] is masks[1] else masked_lengths(masks[1])
-    options = problem.options
-    balanced = options.balance == "both"
-    q_points, q_order, _, q_scale, k_points, k_order, _, k_scale, mid_scale = sort_sides(
-        problem.query, problem.key, problem.slices, *masks, q_lengths, k_lengths, inv_bandwidth,
-        inv_bandwidth, problem.scale, options.temperature_unit == "spread", balanced, one_to_one,
-        options.metric, _fp32_rows(problem),
-    )  # fmt: skip
-    queries = SortedSide(q_points, q_order, q_lengths, q_scale, q_scale if balanced else None)
-    keys = SortedSide(k_points, k_order, k_lengths, k_scale, k_scale if balanced else None)
-    return queries, keys, mid_scale
-
-
-def _slice_weights(
-    problem: Problem, queries: SortedSide, keys: SortedSide, plan: Plan, coupling: Coupling | None
-) -> Tensor:
-    """σ of every slice, (batch, L)."""
-    batch, slices, tokens = queries.points.shape
-    costs = None
-    if problem.options.inverse_temperature:
-        both = torch.promote_types(problem.query.dtype, problem.key.dtype)
-        back = None
-        if coupling is not None:
-            back = Coupling(coupling.columns, coupling.rows, coupling.weights, keys.order.shape[-1])
-        q, k, _, _, norms = centred_costs(
-            problem.query.to(both), problem.key.to(both), problem.centre().squeeze(-2),
-            problem.query_mask, problem.key_mask, *_norm_side(queries, keys, coupling),
-            *_norm_side(keys, queries, back), plan.inv_bandwidth, plan.inv_bandwidth,
-            problem.scale, plan.metric, _fp32_rows(problem),
-        )  # fmt: skip
-        costs = torch.sub(norms, cross_plans(q, k, *plan), alpha=2)
-        if queries.lengths is None:
-            costs = costs / max(1, tokens)
-        else:
-            costs = costs / queries.lengths.clamp(min=1).unsqueeze(-1)
-    weights = problem.slice_weights(costs)
-    if weights is None:
-        weights = queries.points.new_full((batch, slices), 1 / slices)
-    return weights
-
-
-def _norm_side(
-    side: SortedSide, other: SortedSide, coupling: Coupling | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """What squared norms of a side are summed with: each gives ``Sᵀ T S' 1`` of its token away."""
-    out_scale = side.out_scale
-    if coupling is not None:  # a rank of the other side takes one, or nothing if it is padding
-        out_scale = out_scale * coupling(other.present().unsqueeze(-1)).squeeze(-1)
-    return side.order, out_scale, side.in_scale, side.points

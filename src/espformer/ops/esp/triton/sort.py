@@ -29,8 +29,9 @@ themselves if slices are axes; else
 
     dx_n = scale · Σ_l dp_ln θ_l,     dθ_l = scale · Σ_n dp_ln x_n.
 
-- ``espformer::rank_points``: sorted points, the token at each rank, and the spread; its backward,
-  ``espformer::unrank_points``.
+Queries and keys of one shape are sorted by the same launches, as twice as many heads.
+
+- ``espformer::rank_points``: sorted points and the token at each rank, of one side;
 - ``espformer::match_points``: the key that each query meets in a hard plan.
 """
 
@@ -45,9 +46,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
 from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2, width_arguments
+from espformer.ops.esp.triton.primitives import load_one_of_two, store_one_of_two
 
 MOST_TOKENS = 1 << 16  # whose index has 16 bits
 # Words that one warp sorts or merges. More warps would have to exchange words through shared
@@ -260,19 +261,6 @@ def word_point(words, BITS: tl.constexpr, POINT: tl.constexpr):
 
 
 @triton.jit
-def one_of_two(x_ptr, y_ptr, at, inside):
-    """Numbers of x or, in the programs of the second side, of y."""
-    if y_ptr is None:
-        x = tl.load(x_ptr + at, mask=inside, other=0.0)
-    else:
-        if tl.program_id(2) == 0:
-            x = tl.load(x_ptr + at, mask=inside, other=0.0)
-        else:
-            x = tl.load(y_ptr + at, mask=inside, other=0.0)
-    return x
-
-
-@triton.jit
 def store_words(to, bits, n, mask, BITS: tl.constexpr):
     """Stores whole words if they must carry the index of the token, otherwise only the points."""
     whole: tl.constexpr = to.dtype.element_ty.primitive_bitwidth == 2 * BITS
@@ -301,7 +289,7 @@ def pack_kernel(
     d = tl.arange(0, BLOCK_D)
     inside = (n[:, None] < N) & (d[None, :] < D)
     at = (batch * N + n[:, None]) * D + d[None, :]
-    x = one_of_two(x_ptr, y_ptr, at, inside)
+    x = load_one_of_two(x_ptr, y_ptr, tl.program_id(2) == 1, at, inside)
     if BITS == 32:
         x = x.to(tl.float32) * scale
     present = n < N
@@ -333,7 +321,7 @@ def project_kernel(
     d = tl.arange(0, BLOCK_D)
     inside = (n[:, None] < N) & (d[None, :] < WIDTH)
     at = (batch * N + n[:, None]) * WIDTH + d[None, :]
-    x = one_of_two(x_ptr, y_ptr, at, inside)
+    x = load_one_of_two(x_ptr, y_ptr, tl.program_id(2) == 1, at, inside)
     x = x.to(tl.float32) * scale
     present = n < N
     if MASKED:
@@ -364,19 +352,21 @@ def any_infinite(words, BITS: tl.constexpr, INFINITY: tl.constexpr):
     return (lowest < least_padding) & is_infinite(lowest, highest, BITS, INFINITY)
 
 
-@triton.jit(do_not_specialize=("L",))
+@triton.jit(do_not_specialize=("L", "HEADS"))
 def rank_kernel(
     bits_ptr,  # (B, L, BLOCK): halves of words
-    lengths_ptr,  # (B,) int32, if MASKED
+    lengths_ptr,  # (HEADS,) int32, if MASKED
     points_ptr,  # (B, L, N) float32
     order_ptr,  # (B, L, N) int32
     spread_ptr,  # (B, L) float32, or None
-    N, L, scale, LEAST_SIZE: tl.constexpr, LEAST_SHARE: tl.constexpr, BITS: tl.constexpr,
+    N, L, HEADS, scale, LEAST_SIZE: tl.constexpr, LEAST_SHARE: tl.constexpr, BITS: tl.constexpr,
     POINT: tl.constexpr, INFINITY: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
     VECTOR: tl.constexpr, VECTORS: tl.constexpr, DIMS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Sorts rows of points, and divides them by their spread if there is one; padding repeats the
     last real point.
+
+    B is HEADS, or twice that: the keys of all heads follow the queries, and have their lengths.
     """
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
@@ -386,7 +376,7 @@ def rank_kernel(
     tl.store(order_ptr + row * N + n, word_index(word, BITS), mask=n < N)
     length = N
     if MASKED:
-        length = tl.load(lengths_ptr + row // L)
+        length = tl.load(lengths_ptr + row // L % HEADS)
         last = tl.maximum(length - 1, 0)
         end = tl.max(tl.where(n == last, word, -last_word(word.dtype)), 0)
         word = tl.where(n < last, word, end)
@@ -419,13 +409,13 @@ def decode_points(word, bad, length, scale, BITS: tl.constexpr, POINT: tl.conste
     return tl.where(length > 0, x, 0.0)
 
 
-@triton.jit(do_not_specialize=("L",))
+@triton.jit(do_not_specialize=("L", "HEADS"))
 def unpack_kernel(
     words_ptr,  # (B, L, N) words, sorted
-    lengths_ptr,  # (B,) int32, if MASKED
+    lengths_ptr,  # (HEADS,) int32, if MASKED
     points_ptr,  # (B, L, N) float32
     order_ptr,  # (B, L, N) int32
-    N, L, scale, BITS: tl.constexpr, POINT: tl.constexpr, INFINITY: tl.constexpr,
+    N, L, HEADS, scale, BITS: tl.constexpr, POINT: tl.constexpr, INFINITY: tl.constexpr,
     MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sorted words to points and tokens, as `rank_kernel` leaves them without a spread."""
@@ -435,7 +425,7 @@ def unpack_kernel(
     tl.store(order_ptr + row * N + n, word_index(word, BITS), mask=n < N)
     length = N
     if MASKED:
-        length = tl.load(lengths_ptr + row // L)
+        length = tl.load(lengths_ptr + row // L % HEADS)
     last = tl.maximum(length - 1, 0)
     end = tl.load(words_ptr + row * N + last)
     bad = is_infinite(tl.load(words_ptr + row * N), end, BITS, INFINITY)
@@ -561,6 +551,11 @@ class Sides:
         return self.shape[0] * self.count
 
     @functools.cached_property
+    def ranked(self) -> Shape:
+        """The shape of points and tokens by rank, one side's heads after the other's."""
+        return self.sides * self.shape[0], self.count, self.shape[1]
+
+    @functools.cached_property
     def words(self) -> Words:
         return Words.of(self.dtype, self.shape[1], self.slices is not None, self.scale)
 
@@ -598,15 +593,16 @@ class Sides:
         """Sorts rows, at once or those that are sorted already, into points and tokens."""
         tokens, words = self.shape[1], self.words
         arguments = {
-            "N": tokens, "L": self.count, "scale": words.unpacked_scale, "POINT": words.point,
-            "MASKED": self.masked, **words.arguments,
+            "N": tokens, "L": self.count, "HEADS": self.shape[0], "POINT": words.point,
+            "scale": words.unpacked_scale, "MASKED": self.masked, **words.arguments,
         }  # fmt: skip
+        rows = self.sides * self.rows
         if self.at_once:
             return Launch(
-                rank_kernel, (self.rows,), LEAST_SIZE=LEAST_SIZE, LEAST_SHARE=LEAST_SHARE,
+                rank_kernel, (rows,), LEAST_SIZE=LEAST_SIZE, LEAST_SHARE=LEAST_SHARE,
                 **arguments, **sort_config(tokens),
             )  # fmt: skip
-        grid = self.rows, ceil_div(tokens, 1024)
+        grid = rows, ceil_div(tokens, 1024)
         return Launch(unpack_kernel, grid, **arguments, BLOCK=1024)
 
     @functools.cached_property
@@ -650,30 +646,6 @@ def _pack(
 # share of it.
 LEAST_SIZE = torch.finfo(torch.float32).tiny ** 0.75
 LEAST_SHARE = 8 * torch.finfo(torch.float32).eps
-
-
-def sort_points(
-    x: Tensor, slices: Tensor | None, mask: Tensor | None, lengths: Tensor | None, scale: float,
-    in_spreads: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Points, tokens and spreads; spreads only if the launch that sorts can compute them too.
-
-    ``scale · x``, (batch, N, m), projected on slices, (batch or 1, L, m) float32, or on the axes:
-    sorted points in float32 and the token at each rank in int32, both (batch, L, N); padded tokens
-    rank last and repeat the last real point. A slice that contains NaN or an infinity becomes all
-    NaN. With `in_spreads`, short rows are divided by their spread, (batch, L); long rows are not.
-    """
-    shape, packed = _pack(x, None, slices, mask, scale)
-    rows = x.shape[0], shape.count, x.shape[1]
-    points = torch.empty(rows, device=x.device, dtype=torch.float32)
-    order = torch.empty(rows, device=x.device, dtype=torch.int32)
-    if not shape.at_once:
-        packed, _ = sort_rows(packed)
-        shape.rank(packed, lengths, points, order)
-        return points, order, None
-    spread = points.new_empty(rows[:2]) if in_spreads else None
-    shape.rank(packed, lengths, points, order, spread)
-    return points, order, spread
 
 
 @operator("match_points")
@@ -727,19 +699,19 @@ def mean_and_variance(points_ptr, length, size, N, BLOCK: tl.constexpr):
     return middle, mean, tl.sum(squares, 0) / count - mean * mean
 
 
-@triton.jit(do_not_specialize=("L",))
+@triton.jit(do_not_specialize=("L", "HEADS"))
 def spread_kernel(
     points_ptr,  # (B, L, N) float32, sorted
-    lengths_ptr,  # (B,) int32, or None
+    lengths_ptr,  # (HEADS,) int32, or None
     spread_ptr,  # (B, L) float32
-    N, L, LEAST_SIZE: tl.constexpr, LEAST_SHARE: tl.constexpr, BLOCK: tl.constexpr,
+    N, L, HEADS, LEAST_SIZE: tl.constexpr, LEAST_SHARE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Points of one slice in units of their spread, in place."""
     pair = tl.program_id(0).to(tl.int64)
     points_ptr += pair * N
     length = N
     if lengths_ptr is not None:
-        length = tl.load(lengths_ptr + pair // L)
+        length = tl.load(lengths_ptr + pair // L % HEADS)
     first, last = tl.load(points_ptr), tl.load(points_ptr + tl.maximum(length - 1, 0))
     size = tl.maximum(tl.maximum(tl.abs(first), tl.abs(last)), LEAST_SIZE)
     _, _, variance = mean_and_variance(points_ptr, length, size, N, BLOCK)
@@ -752,30 +724,44 @@ def spread_kernel(
         tl.store(points_ptr + n, x / spread, mask=n < N)
 
 
-@triton.jit(do_not_specialize=("L",))
+@triton.jit
+def load_sum(x_ptr, y_ptr, n, mask):
+    """x + y at ranks n; y may be None."""
+    x = tl.load(x_ptr + n, mask=mask, other=0.0)
+    if y_ptr is not None:
+        x += tl.load(y_ptr + n, mask=mask, other=0.0)
+    return x
+
+
+@triton.jit(do_not_specialize=("L", "HEADS"))
 def point_grad_kernel(
     upstream_ptr,  # (B, L, N) float32, by rank
+    more_ptr,  # likewise, to be added; or None
     points_ptr,  # (B, L, N) float32: in units of the spread, if there is one
     order_ptr,  # (B, L, N) int32
     spread_ptr,  # (B, L) float32, or None
-    lengths_ptr,  # (B,) int32, or None
-    dp_ptr,  # by token: (B, L, N) float32, or the tokens' own (B, N, L) if TOKENS_FIRST
-    N, L, scale, TOKENS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    lengths_ptr,  # (HEADS,) int32, or None
+    dx_ptr,  # by token: (B, L, N) float32, or the tokens' own (HEADS, N, L) if TOKENS_FIRST
+    dy_ptr,  # if TOKENS_FIRST and there are two sides: the tokens of the second one; or None
+    N, L, HEADS, scale, TOKENS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`scale` times the gradient of the points of one slice; zero at padding."""
     pair = tl.program_id(0).to(tl.int64)
     upstream_ptr += pair * N
     points_ptr += pair * N
+    if more_ptr is not None:
+        more_ptr += pair * N
+    head = pair // L
     length = N
     if lengths_ptr is not None:
-        length = tl.load(lengths_ptr + pair // L)
+        length = tl.load(lengths_ptr + head % HEADS)
     middle, mean, slope, spread = 0.0, 0.0, 0.0, 1.0
     if spread_ptr is not None:
         middle, mean, variance = mean_and_variance(points_ptr, length, 1.0, N, BLOCK)
         products = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, length, BLOCK):
             n = start + tl.arange(0, BLOCK)
-            g = tl.load(upstream_ptr + n, mask=n < length, other=0.0)
+            g = load_sum(upstream_ptr, more_ptr, n, n < length)
             products += g * tl.load(points_ptr + n, mask=n < length, other=0.0)
         # Divided by the spread, points have a spread of one; points without a spread are much
         # closer together.
@@ -783,72 +769,76 @@ def point_grad_kernel(
         spread = tl.load(spread_ptr + pair)
     for start in range(0, N, BLOCK):
         n = start + tl.arange(0, BLOCK)
-        g = tl.load(upstream_ptr + n, mask=n < length, other=0.0)
+        g = load_sum(upstream_ptr, more_ptr, n, n < length)
         if spread_ptr is not None:
             y = tl.load(points_ptr + n, mask=n < length, other=0.0)
             # Not ``y - centre``: far from zero it would be rounded in the same way for all ranks.
             g = tl.where(n < length, g - slope * ((y - middle) - mean), 0.0) / spread
         token = tl.load(order_ptr + pair * N + n, mask=n < N, other=0)
         if TOKENS_FIRST:
-            to = dp_ptr + (pair // L * N + token) * L + pair % L
+            at = (head % HEADS * N + token) * L + pair % L
+            store_one_of_two(dx_ptr, dy_ptr, head >= HEADS, at, g * scale, n < N)
         else:
-            to = dp_ptr + pair * N + token
-        tl.store(to, (g * scale).to(dp_ptr.dtype.element_ty), mask=n < N)
+            tl.store(dx_ptr + pair * N + token, g * scale, mask=n < N)
 
 
-@triton.jit(do_not_specialize=("D8", "L"))
+@triton.jit(do_not_specialize=("D8", "L", "HEADS"))
 def back_project_kernel(
     dp_ptr,  # (B, L, N) float32, by token
-    slices_ptr,  # (B or 1, L, WIDTH) float32
-    dx_ptr,  # (B, N, WIDTH)
-    N, L, D8, D: tl.constexpr, SHARED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    slices_ptr,  # (HEADS or 1, L, WIDTH) float32
+    dx_ptr,  # (HEADS, N, WIDTH)
+    dy_ptr,  # likewise, of the second side; or None
+    N, L, HEADS, D8, D: tl.constexpr, SHARED: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """``dx_n = Σ_l dp_ln θ_l``."""
     WIDTH = D if D > 0 else D8 * 8
-    batch = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
-    dp_ptr += batch * L * N
+    dp_ptr += head * L * N
     if not SHARED:
-        slices_ptr += batch * L * WIDTH
+        slices_ptr += head % HEADS * L * WIDTH
     dx = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for l in range(L):  # not unrolled: that would spill
         theta = tl.load(slices_ptr + l * WIDTH + d, mask=d < WIDTH, other=0.0)
         dx += tl.load(dp_ptr + l * N + n, mask=n < N, other=0.0)[:, None] * theta[None, :]
     inside = (n[:, None] < N) & (d[None, :] < WIDTH)
-    to = dx_ptr + (batch * N + n[:, None]) * WIDTH + d[None, :]
-    tl.store(to, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    at = (head % HEADS * N + n[:, None]) * WIDTH + d[None, :]
+    store_one_of_two(dx_ptr, dy_ptr, head >= HEADS, at, dx, inside)
 
 
 LEAST_BLOCK, MOST_BLOCK = 32, 4096
 
 
-def _row_launch(kernel: Any, batch: int, slices: int, ranks: int, **constants: Any) -> Launch:
-    """A kernel with one program for every row of points."""
+def _row_launch(kernel: Any, shape: Shape, heads: int, **constants: Any) -> Launch:
+    """A kernel with one program for every row of points, (heads or twice that, slices, ranks)."""
+    batch, slices, ranks = shape
     block = min(MOST_BLOCK, max(LEAST_BLOCK, power_of_2(ranks)))
     return Launch(
-        kernel, (batch * slices,), N=ranks, L=slices, BLOCK=block, num_warps=max(1, block // 512),
-        **constants,
+        kernel, (batch * slices,), N=ranks, L=slices, HEADS=heads, BLOCK=block,
+        num_warps=max(1, block // 512), **constants,
     )  # fmt: skip
 
 
 @once
-def _spreads(shape: Shape) -> Launch:
-    return _row_launch(spread_kernel, *shape, LEAST_SIZE=LEAST_SIZE, LEAST_SHARE=LEAST_SHARE)
+def _spreads(shape: Shape, heads: int) -> Launch:
+    return _row_launch(spread_kernel, shape, heads, LEAST_SIZE=LEAST_SIZE, LEAST_SHARE=LEAST_SHARE)
 
 
 @once
-def _point_grads(shape: Shape, scale: float, tokens_first: bool) -> Launch:
-    return _row_launch(point_grad_kernel, *shape, scale=scale, TOKENS_FIRST=tokens_first)
+def _point_grads(shape: Shape, heads: int, scale: float, tokens_first: bool) -> Launch:
+    return _row_launch(point_grad_kernel, shape, heads, scale=scale, TOKENS_FIRST=tokens_first)
 
 
 @once
-def _back_projection(batch: int, count: int, tokens: int, width: int, shared: bool) -> Launch:
+def _back_projection(shape: Shape, heads: int, width: int, shared: bool) -> Launch:
+    batch, count, tokens = shape
     block_d = power_of_2(width)
     block_n = max(1, min(64, 4096 // block_d))
     return Launch(
-        back_project_kernel, (batch, ceil_div(tokens, block_n)), N=tokens, L=count, SHARED=shared,
-        BLOCK_N=block_n, BLOCK_D=block_d, **width_arguments(width),
+        back_project_kernel, (batch, ceil_div(tokens, block_n)), N=tokens, L=count, HEADS=heads,
+        SHARED=shared, BLOCK_N=block_n, BLOCK_D=block_d, **width_arguments(width),
     )  # fmt: skip
 
 
@@ -857,90 +847,81 @@ def masked_lengths(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.sum(-1, dtype=torch.int32)
 
 
-@operator("rank_points")
-def rank_points(
-    x: Tensor, slices: Tensor | None, mask: Tensor | None, lengths: Tensor | None, scale: float,
-    in_spreads: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Sorts the tokens of every slice.
+def sort_points(
+    x: Tensor, y: Tensor | None, slices: Tensor | None, mask: Tensor | None,
+    lengths: Tensor | None, scale: float, in_spreads: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Sorts the tokens of every slice: those of x and, if there is a y, of y.
 
     Args:
         x: (batch, N, m).
+        y: a second side of the same shape and dtype. Its heads follow those of x in the results,
+            where the batch is twice as large.
         slices: Θ, (batch or 1, L, m) in float32; None means the axes.
-        mask: (batch, N), True where a token takes part.
+        mask: (batch, N), True where a token takes part, on either side.
         lengths: how many do, (batch,) in int32, if there is a mask.
         scale: what x is multiplied by.
         in_spreads: whether points are divided by their spread.
 
     Returns:
         Sorted points in float32 and the token at each rank in int32, both (batch, L, N), padding
-        last; and the spread, (batch, L), or nothing. A slice that holds NaN or an infinity is all
-        NaN.
+        last, where the points repeat the last real one; and the spread, (batch, L), or None. A
+        slice that holds NaN or an infinity is all NaN.
     """
-    points, order, spread = sort_points(x, slices, mask, lengths, scale, in_spreads)
-    if spread is None:
-        spread = points.new_empty(points.shape[:2] if in_spreads else 0)
-        if in_spreads:
-            _spreads(points.shape)(points, lengths, spread)
+    shape, packed = _pack(x, y, slices, mask, scale)
+    points = torch.empty(shape.ranked, device=x.device, dtype=torch.float32)
+    order = torch.empty(shape.ranked, device=x.device, dtype=torch.int32)
+    spread = points.new_empty(shape.ranked[:2]) if in_spreads else None
+    if shape.at_once:
+        shape.rank(packed, lengths, points, order, spread)
+    else:
+        packed, _ = sort_rows(packed)
+        shape.rank(packed, lengths, points, order)
+        if spread is not None:
+            _spreads(points.shape, x.shape[0])(points, lengths, spread)
     return points, order, spread
 
 
-@rank_points.register_fake
-def _(
-    x: Tensor, slices: Tensor | None, mask: Tensor | None, lengths: Tensor | None, scale: float,
-    in_spreads: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    shape = (x.shape[0], x.shape[2] if slices is None else slices.shape[-2], x.shape[1])
-    points = x.new_empty(shape, dtype=torch.float32)
-    spread = points.new_empty(shape[:2] if in_spreads else 0)
-    return points, x.new_empty(shape, dtype=torch.int32), spread
+def point_gradients(
+    upstream: Tensor, more: Tensor | None, points: Tensor, order: Tensor, spread: Tensor | None,
+    x: Tensor, y: Tensor | None, slices: Tensor | None, lengths: Tensor | None, scale: float,
+    with_slices: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of x, of y and of the slices, if there is a y and if that of slices is wanted.
 
-
-@operator("unrank_points")
-def unrank_points(
-    upstream: Tensor, points: Tensor, order: Tensor, spread: Tensor, x: Tensor,
-    slices: Tensor | None, lengths: Tensor | None, scale: float, with_slices: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of x and of the slices, the latter empty unless asked for."""
-    batch, count, tokens = points.shape
-    dx = torch.empty_like(x)
-    dp = dx if slices is None else torch.empty_like(points)
-    _point_grads(points.shape, scale, slices is None)(
-        upstream, points, order, spread if spread.numel() else None, lengths, dp
-    )
+    `upstream` is the gradient of the points, to which `more` is added.
+    """
+    heads = x.shape[0]
+    dx, dy = torch.empty_like(x), None if y is None else torch.empty_like(y)
     if slices is None:
-        return dx, points.new_empty(0)
-    back_project = _back_projection(batch, count, tokens, x.shape[-1], slices.shape[0] == 1)
-    back_project(dp, slices, dx)
+        point_grads = _point_grads(points.shape, heads, scale, tokens_first=True)
+        point_grads(upstream, more, points, order, spread, lengths, dx, dy)
+        return dx, dy, None
+    dp = torch.empty_like(points)
+    point_grads = _point_grads(points.shape, heads, scale, tokens_first=False)
+    point_grads(upstream, more, points, order, spread, lengths, dp, None)
+    back_project = _back_projection(points.shape, heads, x.shape[-1], slices.shape[0] == 1)
+    back_project(dp, slices, dx, dy)
     if not with_slices:
-        return dx, points.new_empty(0)
-    d_slices = torch.bmm(dp, x.float())
-    return dx, d_slices.sum(0, keepdim=True) if slices.shape[0] == 1 else d_slices
+        return dx, dy, None
+    found = [
+        torch.bmm(part, tokens.float())
+        for part, tokens in zip(dp.split(heads), (x,) if y is None else (x, y), strict=True)
+    ]
+    if slices.shape[0] == 1:
+        found = [d_slices.sum(0, keepdim=True) for d_slices in found]
+    return dx, dy, found[0] if len(found) == 1 else found[1] + found[0]
 
 
-@unrank_points.register_fake
-def _(
-    upstream: Tensor, points: Tensor, order: Tensor, spread: Tensor, x: Tensor,
-    slices: Tensor | None, lengths: Tensor | None, scale: float, with_slices: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    d_slices = slices if with_slices else None
-    return x.new_empty(x.shape), points.new_empty(0 if d_slices is None else d_slices.shape)
+@operator("rank_points")
+def rank_points(
+    x: Tensor, slices: Tensor | None, mask: Tensor | None, lengths: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Sorted points and the token at each rank, as :func:`sort_points` returns them."""
+    return sort_points(x, None, slices, mask, lengths, scale, in_spreads=False)[:2]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, slices, _, lengths, ctx.scale, _ = inputs
-    ctx.save_for_backward(*output, x, slices, lengths)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-@refuse_double_backward("espformer::rank_points")
-def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    if grads[0] is None:
-        return (None,) * 6
-    with_slices = ctx.needs_input_grad[1]
-    dx, d_slices = unrank_points(grads[0], *ctx.saved_tensors, ctx.scale, with_slices)
-    return dx, d_slices if with_slices else None, None, None, None, None
-
-
-rank_points.register_autograd(_backward, setup_context=_setup)
+@rank_points.register_fake
+def _(x: Tensor, slices: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    shape = (x.shape[0], x.shape[2] if slices is None else slices.shape[-2], x.shape[1])
+    return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int32)

@@ -1,0 +1,487 @@
+"""Soft attention as one torch operator, ``espformer::soft_attention``, and its backward.
+
+Every operator costs time of Python for itself, forwards and backwards, which for small problems is
+more than the kernels take. So there is one, and what it consists of are plain functions:
+
+    sort_side  →  Plan  →  slice weights: centre_rows, norm_costs, cross_plans  →  apply_plans.
+
+The torch twin is :func:`espformer.ops.esp.linear.attend`. Queries and keys of one shape, dtype and
+mask are one side of twice as many heads (`plan.py`), and all but the plans takes one launch for
+both.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+from espformer.ops.common.autograd import refuse_double_backward
+from espformer.ops.common.custom_op import operator
+from espformer.ops.common.torch_internals import softmax_backward
+from espformer.ops.esp import linear
+from espformer.ops.esp.coupling import Coupling, couple
+from espformer.ops.esp.problem import Problem, centre, least_cost, slice_weights
+from espformer.ops.esp.triton.costs import (
+    centre_rows,
+    centre_rows_backward,
+    norm_costs,
+    norm_costs_backward,
+)
+from espformer.ops.esp.triton.normalise import bandwidth_gradient
+from espformer.ops.esp.triton.plan import (
+    Pieces,
+    Plan,
+    SortedSide,
+    SortSettings,
+    Tokens,
+    sort_side,
+    sort_side_backward,
+)
+from espformer.ops.esp.triton.soft_plan import (
+    PlanGradients,
+    apply_plans,
+    cross_plans,
+    keeps_states,
+    plan_gradients,
+)
+from espformer.ops.esp.triton.sort import masked_lengths
+from espformer.ops.esp.triton.states import Chunks
+
+
+class Settings(NamedTuple):
+    """All arguments that are not tensors."""
+
+    one_to_one: bool  # whether rank n of the queries is matched with rank n of the keys
+    one_mask: bool  # whether queries and keys have the same mask, which is `query_mask`
+    keep_states: bool  # for the backward pass, if ranks are matched one to one
+    scale: float
+    in_spreads: bool
+    balanced: bool
+    metric: str
+    coupling: str
+    inverse_temperature: float
+    cost_exponent: float
+
+
+OPERANDS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? slices, Tensor? slice_logits, "
+    "Tensor inv_bandwidth"
+)
+TENSORS = f"{OPERANDS}, Tensor? query_mask, Tensor? key_mask, Tensor? keep"
+SETTINGS = ", ".join(f"{kind.__name__} {name}" for name, kind in get_type_hints(Settings).items())
+DIFFERENTIABLE, TENSOR_COUNT = OPERANDS.count("Tensor"), TENSORS.count("Tensor")
+
+
+class Side(NamedTuple):
+    """What the backward pass needs of a side, or of both together."""
+
+    points: Tensor
+    order: Tensor
+    spread: Tensor | None
+    scale: Tensor
+    rows: Tensor | None  # centred tokens, if slices are weighed by their costs
+    squares: Tensor | None  # their squared norms
+
+    def sorted(self) -> SortedSide:
+        return SortedSide(*self[:4])
+
+
+class Kept(NamedTuple):
+    """What the backward pass needs besides the arguments."""
+
+    weights: Tensor  # (batch, L)
+    costs: Tensor | None  # (batch, L): mean squared distances
+    mid_scale: Tensor | None  # (batch, L, N), if ranks are matched one to one
+    x_states: Tensor | None
+    w_states: Tensor | None
+    sides: tuple[Side, ...]  # queries and keys, or both together
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        nothing = () if len(self.sides) == 2 else (None,) * len(Side._fields)
+        return *self[:-1], *(x for side in self.sides for x in side), *nothing
+
+    @staticmethod
+    def of(flat: Any) -> Kept:
+        """The inverse of :meth:`flat`; what was None may also be empty."""
+        found = [None if x is None or x.numel() == 0 else x for x in flat]
+        first, second = Side(*found[5:11]), Side(*found[11:])
+        sides = (first,) if second.points is None else (first, second)
+        return Kept(*found[:5], sides)
+
+
+KEPT_COUNT = len(Kept._fields) - 1 + 2 * len(Side._fields)
+
+
+class Call:
+    """The arguments of the operator, and what the forward and the backward pass make of them."""
+
+    def __init__(self, *arguments: Any) -> None:
+        (
+            self.query, self.key, self.value, self.slices, self.slice_logits, self.inv_bandwidth,
+            query_mask, key_mask, self.keep, *settings,
+        ) = arguments  # fmt: skip
+        self.settings = Settings(*settings)
+        query, key = self.query, self.key
+        self.row_dtype = query.dtype
+        q_lengths = masked_lengths(query_mask)
+        one_mask = self.settings.one_mask
+        if one_mask and query.dtype == key.dtype and query.shape == key.shape:
+            self.tokens: tuple[Tokens, ...] = (Tokens(query, key, query_mask, q_lengths),)
+        else:
+            if query.dtype != key.dtype:
+                self.row_dtype = torch.promote_types(query.dtype, key.dtype)
+            key_mask = query_mask if one_mask else key_mask
+            k_lengths = q_lengths if one_mask else masked_lengths(key_mask)
+            self.tokens = (
+                Tokens(query, None, query_mask, q_lengths),
+                Tokens(key, None, key_mask, k_lengths),
+            )
+        _, _, _, scale, in_spreads, balanced, metric, *_ = self.settings
+        self.fp32_rows = self.row_dtype == torch.float32
+        self.sort_settings = SortSettings(scale, in_spreads, balanced, metric, self.fp32_rows)
+
+    def plan(
+        self, sides: tuple[SortedSide, ...], mid_scale: Tensor | None
+    ) -> tuple[Plan, tuple[SortedSide, SortedSide], Coupling | None, Pieces | None]:
+        """The plans, the queries and keys that they are between, and their pieces if N ≠ M."""
+        queries, keys = sides[0].halves() if len(sides) == 1 else sides
+        settings = self.settings
+        if settings.one_to_one:
+            if mid_scale is None:
+                mid_scale = queries.scale * keys.scale
+            in_scales = (keys.scale, queries.scale) if settings.balanced else (None, None)
+            plan = Plan(
+                queries.points, keys.points, queries.order, keys.order, self.inv_bandwidth,
+                mid_scale, *in_scales, settings.metric,
+            )  # fmt: skip
+            return plan, (queries, keys), None, None
+        counts = [
+            torch.full((x.shape[0],), x.shape[1], device=x.device) if lengths is None else lengths
+            for x, _, _, lengths in self.tokens
+        ]
+        shapes = queries.points.shape[-1], keys.points.shape[-1]
+        coupling = couple(settings.coupling, *counts, *shapes, torch.float32)
+        pieces = Pieces.of(coupling, queries.points.shape[1])
+        plan = pieces.plan(queries, keys, self.inv_bandwidth, settings.balanced, settings.metric)
+        return plan, (queries, keys), coupling, pieces
+
+    def centred(self, centre: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Centred rows of every side and their squared norms."""
+        dtype, scale = self.row_dtype, self.settings.scale
+        return [centre_rows(x.to(dtype), y, centre, mask, scale) for x, y, mask, _ in self.tokens]
+
+    def norm_arguments(
+        self, side: Side, i: int, coupling: Coupling | None
+    ) -> tuple[tuple[Any, ...], Tensor | None]:
+        """What squared norms of a side are summed with, and the factor of its scale.
+
+        A squared norm is weighed by ``Sᵀ T S' 1`` at its token. A rank of the other side takes one,
+        or nothing if it is padding.
+        """
+        out_scale, factor = side.scale, None
+        if coupling is not None:
+            x, _, _, lengths = self.tokens[1 - i]
+            present = torch.ones(x.shape[:2], device=x.device)
+            if lengths is not None:
+                ranks = torch.arange(x.shape[1], device=x.device)
+                present = (ranks < lengths.unsqueeze(-1)).float()
+            if i == 1:
+                columns, rows, count = coupling.rows, coupling.columns, side.points.shape[-1]
+                coupling = Coupling(rows, columns, coupling.weights, count)
+            factor = coupling(present[:, None, :, None]).squeeze(-1)
+            out_scale = out_scale * factor
+        in_scale = side.scale if self.settings.balanced else None
+        return (
+            side.squares, side.order, out_scale, in_scale, side.points, self.inv_bandwidth,
+            self.settings.metric, self.fp32_rows,
+        ), factor  # fmt: skip
+
+    def row_halves(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Rows of the queries and of the keys."""
+        queries, keys = rows[0].chunk(2) if len(rows) == 1 else rows
+        return queries, keys
+
+    def per_token(self, total: Tensor) -> Tensor:
+        """Sums over queries, (batch, L), divided by their number."""
+        lengths = self.tokens[0].lengths
+        if lengths is None:
+            return total / max(1, self.query.shape[1])
+        return total / lengths.clamp(min=1).unsqueeze(-1)
+
+
+@operator(
+    "soft_attention",
+    f"({TENSORS}, {SETTINGS}) -> ({', '.join(['Tensor'] * (1 + KEPT_COUNT))})",
+    keeps=True,
+)
+def soft_attention(*arguments: Any) -> tuple[Tensor | None, ...]:
+    """``N · G V``, (batch, N, d), and what the backward pass needs."""
+    call = Call(*arguments)
+    settings = call.settings
+    sorted_sides = tuple(
+        sort_side(tokens, call.slices, call.inv_bandwidth, call.sort_settings)
+        for tokens in call.tokens
+    )
+    plan, _, coupling, _ = call.plan(sorted_sides, None)
+    costs, rows = None, [(None, None)] * len(sorted_sides)
+    sides: tuple[Side, ...]
+    if settings.inverse_temperature:
+        mask = call.tokens[-1].mask
+        rows = call.centred(centre(call.key, mask, torch.float32).squeeze(-2))
+        sides = tuple(Side(*side, *more) for side, more in zip(sorted_sides, rows, strict=True))
+        norms = [
+            norm_costs(*call.norm_arguments(side, i, coupling)[0]) for i, side in enumerate(sides)
+        ]
+        of_queries, of_keys = call.row_halves(norms)
+        crossed = cross_plans(*call.row_halves([r for r, _ in rows]), plan)
+        costs = call.per_token(torch.sub(of_queries + of_keys, crossed, alpha=2))
+    else:
+        sides = tuple(Side(*side, None, None) for side in sorted_sides)
+    weights = slice_weights(
+        costs, call.slice_logits, call.keep, settings.inverse_temperature, settings.cost_exponent,
+        torch.float32,
+    )  # fmt: skip
+    batch, slices, _ = plan.query_points.shape
+    if weights is None:
+        weights = plan.query_points.new_full((batch, slices), 1 / slices)
+    elif weights.shape[0] != batch:
+        weights = weights.expand(batch, -1).contiguous()
+    out, states = apply_plans(call.value, weights, call.query.shape[1], plan, settings.keep_states)
+    mid_scale = plan.mid_scale if settings.one_to_one else None
+    return out, *Kept(weights, costs, mid_scale, *states, sides).flat()
+
+
+@soft_attention.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, slices: Tensor | None, slice_logits: Tensor | None,
+    inv_bandwidth: Tensor, query_mask: Tensor | None, key_mask: Tensor | None,
+    keep: Tensor | None, *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    settings = Settings(*rest)
+    batch, queries, width = query.shape
+    keys = key.shape[1]
+    count = width if slices is None else slices.shape[-2]
+    both = settings.one_mask and query.dtype == key.dtype and query.shape == key.shape
+    row_dtype = torch.promote_types(query.dtype, key.dtype)
+    empty = inv_bandwidth.new_empty
+
+    def side(heads: Any, tokens: Any) -> Side:
+        shape = (heads, count, tokens)
+        weighed = bool(settings.inverse_temperature)
+        return Side(
+            empty(shape), empty(shape, dtype=torch.int32),
+            empty(shape[:2]) if settings.in_spreads else None, empty(shape),
+            empty((heads, tokens, width), dtype=row_dtype) if weighed else None,
+            empty((heads, tokens)) if weighed else None,
+        )  # fmt: skip
+
+    sides = (side(2 * batch, queries),) if both else (side(batch, queries), side(batch, keys))
+    x_states = w_states = None
+    if settings.keep_states:
+        chunks = Chunks(batch, count, queries, settings.metric, value.dtype)
+        state_rows = chunks.state_rows(ties=True)
+        if state_rows:
+            shape = (batch, count, chunks.count, state_rows, value.shape[-1])
+            x_states, w_states = (empty(shape, dtype=chunks.state_dtype()) for _ in range(2))
+    kept = Kept(
+        empty((batch, count)), empty((batch, count)) if settings.inverse_temperature else None,
+        empty((batch, count, queries)) if settings.one_to_one else None, x_states, w_states, sides,
+    )  # fmt: skip
+    out = value.new_empty((batch, queries, value.shape[-1]))
+    return out, *(empty(0) if x is None else x for x in kept.flat())
+
+
+@operator(
+    "soft_attention_backward",
+    f"(Tensor upstream, bool[] needed, {TENSORS}, {SETTINGS}, Tensor?[] kept) "
+    f"-> ({', '.join(['Tensor'] * DIFFERENTIABLE)})",
+)
+def soft_attention_backward(
+    upstream: Tensor, needed: list[bool], *arguments: Any
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the six operands; None for those that are not needed."""
+    *arguments, flat = arguments
+    call, kept = Call(*arguments), Kept.of(flat)
+    settings, sides = call.settings, kept.sides
+    _, _, _, needs_slices, needs_logits, needs_inv_bandwidth = needed
+    value, inv_bandwidth = call.value, call.inv_bandwidth
+    sorted_sides = tuple(side.sorted() for side in sides)
+    plan, (queries, keys), coupling, pieces = call.plan(sorted_sides, kept.mid_scale)
+    weighed = kept.costs is not None
+    ranked = inv_bandwidth.new_empty(5 if settings.balanced else 3, *plan.key_points.shape)
+    found = PlanGradients.new(plan, ranked, weighed or needs_logits, needs_inv_bandwidth)
+    d_value = torch.zeros_like(value, dtype=torch.float32)
+    states = None if kept.x_states is None else (kept.x_states, kept.w_states)
+    plan_gradients(
+        plan, upstream.to(value.dtype), kept.weights, value, d_value, None, found, states
+    )
+    d_value = d_value.to(value.dtype)
+    if not any((*needed[:2], *needed[3:])):
+        return None, None, d_value, None, None, None
+    d_inv_bandwidth = None if found.inv_bandwidth is None else found.inv_bandwidth.sum(-1)
+
+    d_logits = d_rows = None
+    of_norms: list[Any] = []
+    if found.weight is not None:
+        d_logits = softmax_backward(found.weight, kept.weights)
+    if kept.costs is not None and d_logits is not None:
+        d_norms = call.per_token(_cost_gradient(d_logits, kept.costs, settings))
+        d_rows, more = _cross_gradients(call, kept, plan, d_norms * -2, needs_inv_bandwidth)
+        ranked += more[0]
+        d_inv_bandwidth = _sum(d_inv_bandwidth, more[1])
+        for i, side in enumerate(sides):
+            norm_arguments, factor = call.norm_arguments(side, i, coupling)
+            d_squares, d_scale, d_in_scale, slope = norm_costs_backward(d_norms, *norm_arguments)
+            if factor is not None:
+                d_scale = d_scale * factor
+            if d_in_scale is not None:
+                d_scale += d_in_scale
+            of_norms.append((d_squares, d_scale, slope))
+            if needs_inv_bandwidth:
+                more_here = bandwidth_gradient(slope, side.points, inv_bandwidth)
+                d_inv_bandwidth = _sum(d_inv_bandwidth, more_here)
+
+    d_tokens: list[Tensor] = []
+    d_slices = None
+    by_side, d_mid_scale = _by_side(call, ranked, queries, keys, pieces)
+    for i in reversed(range(len(sides))):
+        d_points, d_scale = by_side[i]
+        if of_norms:
+            _, d_norm_scale, slope = of_norms[i]
+            d_points += slope
+            d_scale = d_norm_scale if d_scale is None else d_norm_scale.add_(d_scale)
+        dx, dy, d_slices_here, d_inv_here = sort_side_backward(
+            d_points, d_scale, d_mid_scale, sorted_sides[i], call.tokens[i], call.slices,
+            inv_bandwidth, call.sort_settings, needs_slices, needs_inv_bandwidth,
+        )  # fmt: skip
+        if d_rows is not None:
+            mask, rows = call.tokens[i].mask, sides[i].rows
+            centre_rows_backward(d_rows[i], of_norms[i][0], rows, mask, settings.scale, dx, dy)
+        d_tokens = [dx, *d_tokens] if dy is None else [dx, dy]
+        d_slices = _sum(d_slices, d_slices_here)
+        d_inv_bandwidth = _sum(d_inv_bandwidth, d_inv_here)
+    if not needs_logits:
+        d_logits = None
+    elif d_logits is not None and call.slice_logits.shape[0] != d_logits.shape[0]:
+        d_logits = d_logits.sum(0, keepdim=True)
+    return (*d_tokens, d_value, d_slices, d_logits, d_inv_bandwidth)
+
+
+@soft_attention_backward.register_fake
+def _(upstream: Tensor, needed: list[bool], *arguments: Any) -> tuple[Tensor, ...]:
+    operands = arguments[:DIFFERENTIABLE]
+    return tuple(
+        x.new_empty(x.shape) if need and x is not None else upstream.new_empty(0)
+        for x, need in zip(operands, needed, strict=True)
+    )
+
+
+def _cost_gradient(d_logits: Tensor, costs: Tensor, settings: Settings) -> Tensor:
+    """The gradient of mean squared distances from that of ``-τ D``."""
+    d_costs = d_logits * -settings.inverse_temperature
+    power = settings.cost_exponent / 2
+    if power == 1:
+        return d_costs
+    least = least_cost(costs.dtype)
+    return torch.where(costs >= least, d_costs * power * costs.clamp(min=least) ** (power - 1), 0.0)
+
+
+def _cross_gradients(
+    call: Call, kept: Kept, plan: Plan, weight: Tensor, with_inv_bandwidth: bool
+) -> tuple[list[Tensor], tuple[Tensor, Tensor | None]]:
+    """Gradients of ``Σ_l weight_l ⟨Q, plan_l K⟩``: of centred rows by side, in float32, and of the
+    plan, by rank and of the inverse bandwidth.
+    """
+    rows = [side.rows for side in kept.sides]
+    d_rows = [torch.zeros_like(x, dtype=torch.float32) for x in rows]
+    (query, key), (d_query, d_key) = call.row_halves(rows), call.row_halves(d_rows)
+    count = 5 if call.settings.balanced else 3
+    ranked = call.inv_bandwidth.new_empty(count, *plan.key_points.shape)
+    found = PlanGradients.new(plan, ranked, weight=False, inv_bandwidth=with_inv_bandwidth)
+    plan_gradients(plan, query, weight, key, d_key, d_query, found)
+    d_inv_bandwidth = None if found.inv_bandwidth is None else found.inv_bandwidth.sum(-1)
+    return d_rows, (ranked, d_inv_bandwidth)
+
+
+def _by_side(
+    call: Call, ranked: Tensor, queries: SortedSide, keys: SortedSide, pieces: Pieces | None
+) -> tuple[list[tuple[Tensor, Tensor | None]], Tensor | None]:
+    """Gradients of the points and of the scales of every side, from those of the plan.
+
+    If queries and keys are one side, also that of the product of their scales, which is then not
+    part of the others.
+    """
+    *by_side, d_mid_scale = ranked.unbind(0)
+    balanced = call.settings.balanced
+    if pieces is not None:
+        d_first = (by_side[2], by_side[3]) if balanced else None
+        d_points = by_side[0], by_side[1]
+        return pieces.gradients(queries, keys, d_points, d_first, d_mid_scale), None
+    if len(call.tokens) == 1:
+        d_scale = ranked[2:4].flatten(0, 1) if balanced else None
+        return [(ranked[:2].flatten(0, 1), d_scale)], d_mid_scale
+    scales = [d_mid_scale * keys.scale, d_mid_scale * queries.scale]
+    if balanced:
+        scales = [scale.add_(more) for scale, more in zip(scales, by_side[2:], strict=True)]
+    return [(by_side[0], scales[0]), (by_side[1], scales[1])], None
+
+
+def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    return y if x is None else x if y is None else x + y
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.settings = inputs[TENSOR_COUNT:]
+    ctx.save_for_backward(*inputs[:TENSOR_COUNT], *output[1:])
+
+
+@refuse_double_backward("espformer::soft_attention")
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * (len(ctx.needs_input_grad) - DIFFERENTIABLE)
+    if grads[0] is None:
+        return (None,) * len(ctx.needs_input_grad)
+    tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[:DIFFERENTIABLE]
+    found = soft_attention_backward(
+        grads[0], list(needed), *tensors[:TENSOR_COUNT], *ctx.settings, list(tensors[TENSOR_COUNT:])
+    )
+    return *(x if need else None for x, need in zip(found, needed, strict=True)), *nothing
+
+
+soft_attention.register_autograd(_backward, setup_context=_setup)
+
+
+def attend(problem: Problem, value: Tensor) -> Tensor:
+    """``N · G V``; all NaN in a head that holds one."""
+    batch, options = value.shape[0], problem.options
+    inv_bandwidth = problem.inv_bandwidth(batch)
+    if inv_bandwidth.shape[0] != batch:
+        inv_bandwidth = inv_bandwidth.expand(batch).contiguous()
+    one_to_one = linear.same_lengths(problem)
+    one_mask = problem.query_mask is problem.key_mask
+    out: Tensor = soft_attention(
+        problem.query, problem.key, value, problem.slices, problem.slice_logits, inv_bandwidth,
+        problem.query_mask, None if one_mask else problem.key_mask, problem.keep, one_to_one,
+        one_mask, _keeps_states(problem, value, one_to_one), problem.scale,
+        options.temperature_unit == "spread", options.balance == "both", options.metric,
+        options.coupling, options.inverse_temperature, options.cost_exponent,
+    )  # fmt: skip
+    return out
+
+
+def _keeps_states(problem: Problem, value: Tensor, one_to_one: bool) -> bool:
+    """Whether to keep the states for the backward pass: if a gradient is needed and they are few.
+
+    Not if N ≠ M: how many pieces there are is not known yet.
+
+    Under torch.compile, where sizes may be symbolic, the states are recomputed.
+    """
+    if not one_to_one or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    query, key, slices = problem.query, problem.key, problem.slices
+    operands = query, key, value, slices, problem.options.sort_temperature
+    if not any(isinstance(x, Tensor) and x.requires_grad for x in operands):
+        return False
+    count = query.shape[-1] if slices is None else slices.shape[-2]
+    return keeps_states(value, (query.shape[0], count, query.shape[1]), problem.options.metric)
