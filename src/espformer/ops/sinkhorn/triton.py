@@ -61,7 +61,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -491,16 +491,37 @@ TILED = {
 }
 
 
-@once
-def _tiled(
-    name: str, halves: bool, heads: int, rows: int, columns: int, dim: int,
-    width: int | None, scale: float, large: bool, options: tuple[tuple[str, Any], ...],
-) -> Launch:  # fmt: skip
-    """A kernel with a program for every tile of rows of the scores."""
-    kernel, tile = TILED[name]
-    meta = constants(tile, halves, dim, width, large=large)
-    grid = (ceil_div(rows, meta["ROWS"]) * heads,)
-    return Launch(kernel, grid, N=rows, M=columns, scale=scale, **meta, **dict(options))
+@dataclass(frozen=True)
+class TiledLaunches:
+    """Launches of the kernels that make scores in tiles, for one shape of queries and keys."""
+
+    halves: bool  # whether tokens have 16 bits
+    heads: int
+    queries: int
+    keys: int
+    dim: int
+    width: int  # of the values
+    scale: float
+    large: bool  # whether there is much shared memory
+    made: dict[tuple[Any, ...], Launch] = field(default_factory=dict, compare=False)
+
+    def __call__(self, name: str, to_queries: bool, **options: Any) -> Launch:
+        """A program for every tile of queries, which meet keys; or the other way round."""
+        place = (name, to_queries, *options.values())
+        found = self.made.get(place)
+        if found is None:
+            kernel, tile = TILED[name]
+            rows, columns = (self.queries, self.keys)[:: 1 if to_queries else -1]
+            width = None if tile == "potential" else self.width
+            meta = constants(tile, self.halves, self.dim, width, large=self.large)
+            grid = (ceil_div(rows, meta["ROWS"]) * self.heads,)
+            found = self.made[place] = Launch(
+                kernel, grid, N=rows, M=columns, scale=self.scale * LOG2_E, **meta, **options
+            )
+        return found
+
+
+_tiled = once(TiledLaunches)
 
 
 @once
@@ -522,57 +543,37 @@ def _factors_launch(shape: Shape, updates: int, of_queries: bool, halves: bool) 
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
 class Sides:
     """Queries and keys of every head, ``(heads, N, D)`` and ``(heads, M, D)``, and their scores.
 
     Potentials are float32, in base 2, of shape ``(updates of that side, heads, tokens)``.
     """
 
-    query: Tensor
-    key: Tensor
-    scale: float
+    def __init__(self, query: Tensor, key: Tensor, width: int, scale: float) -> None:
+        self.query, self.key, self.scale = query, key, scale
+        self.heads, queries, dim = query.shape
+        self.halves = query.element_size() == 2  # whether tokens have 16 bits
+        large = _has_large_shared_memory(query.device)
+        self.launch = _tiled(
+            self.halves, self.heads, queries, key.shape[1], dim, width, scale, large
+        )
 
-    @functools.cached_property
-    def heads(self) -> int:
-        return self.query.shape[0]
-
-    @functools.cached_property
-    def halves(self) -> bool:
-        """Whether tokens have 16 bits."""
-        return self.query.element_size() == 2
-
-    def _launch(
-        self, name: str, x: Tensor, y: Tensor, width: int | None = None,
-        **options: Any,
-    ) -> Launch:  # fmt: skip
-        """A launch with a program for every tile of rows x, which meet columns y."""
-        return _tiled(
-            name, self.halves, self.heads, x.shape[1], y.shape[1], x.shape[2], width,
-            self.scale * LOG2_E, _has_large_shared_memory(x.device), tuple(options.items()),
-        )  # fmt: skip
-
-    def _across(self, to_queries: bool) -> tuple[Tensor, Tensor]:
+    def across(self, to_queries: bool) -> tuple[Tensor, Tensor]:
         return (self.query, self.key) if to_queries else (self.key, self.query)
 
     def update(self, to_queries: bool, other: Tensor, mask: Tensor | None, out: Tensor) -> None:
         """One update of a potential of the queries or of the keys, from the other side's."""
-        x, y = self._across(to_queries)
-        launch = self._launch("potential", x, y, MASKED=mask is not None)
-        launch(x, y, other, mask, out)
+        launch = self.launch("potential", to_queries, MASKED=mask is not None)
+        launch(*self.across(to_queries), other, mask, out)
 
     def output(
         self, value: Tensor, f: Tensor, g: Tensor, log_ratio: Tensor, mask: Tensor | None,
         last_is_rows: bool,
     ) -> Tensor:  # fmt: skip
         """The attention's output; with `last_is_rows` the last potential of the queries too."""
-        x, y = self.query, self.key
-        out = value.new_empty(self.heads, x.shape[1], value.shape[-1])
-        launch = self._launch(
-            "output", x, y, value.shape[-1], LAST_IS_ROWS=last_is_rows,
-            MASKED=mask is not None,
-        )  # fmt: skip
-        launch(x, y, value, g, f, log_ratio, mask, out)
+        out = value.new_empty(self.heads, self.query.shape[1], value.shape[-1])
+        launch = self.launch("output", True, LAST_IS_ROWS=last_is_rows, MASKED=mask is not None)
+        launch(self.query, self.key, value, g, f, log_ratio, mask, out)
         return out
 
     def delta(self, upstream: Tensor, output: Tensor, out: Tensor) -> None:
@@ -584,9 +585,8 @@ class Sides:
         out: Tensor,
     ) -> None:  # fmt: skip
         """The gradient of an update, back to the potential that it was made from."""
-        x, y = self._across(to_queries)
-        launch = self._launch("pull", x, y, HAS_DIRECT=direct is not None)
-        launch(x, y, mine, theirs, grad, direct, out)
+        launch = self.launch("pull", to_queries, HAS_DIRECT=direct is not None)
+        launch(*self.across(to_queries), mine, theirs, grad, direct, out)
 
     def value_grad(
         self, value: Tensor, upstream: Tensor, f: Tensor, g: Tensor, log_ratio: Tensor,
@@ -594,7 +594,7 @@ class Sides:
     ) -> Tensor:  # fmt: skip
         """The gradient of the values; that of g goes to `grad`."""
         out = torch.empty_like(value)
-        launch = self._launch("value_grad", self.key, self.query, value.shape[-1], PULL=pull)
+        launch = self.launch("value_grad", False, PULL=pull)
         launch(self.query, self.key, value, upstream, f, g, log_ratio, delta, out, grad)
         return out
 
@@ -628,16 +628,15 @@ class Sides:
         keys = (value, g, g_grads, g_factors)
         found = []
         for of_queries in (True, False):
-            x, y = self._across(of_queries)
+            x, y = self.across(of_queries)
             mine, theirs = (queries, keys) if of_queries else (keys, queries)
             out = torch.empty_like(x)
             # Each head is taken by one of the two.
             for factored in (True, False) if factorable else (False,):
-                launch = self._launch(
-                    "score_grad", x, y, value.shape[-1], heads=self.heads,
-                    my_last=mine[1].shape[0] - 1, their_last=theirs[1].shape[0] - 1,
-                    updates=updates, to_tokens=self.scale, OF_QUERIES=of_queries,
-                    FACTORED=factored, RANK=min(rank, HIGHEST_RANK),
+                launch = self.launch(
+                    "score_grad", of_queries, heads=self.heads, my_last=mine[1].shape[0] - 1,
+                    their_last=theirs[1].shape[0] - 1, updates=updates, to_tokens=self.scale,
+                    OF_QUERIES=of_queries, FACTORED=factored, RANK=min(rank, HIGHEST_RANK),
                 )  # fmt: skip
                 launch(
                     x, y, mine[0], theirs[0], mine[1], theirs[1], mine[2], theirs[2], mine[3],
@@ -647,7 +646,7 @@ class Sides:
         return found[0], found[1]
 
 
-@operator("sinkhorn_forward")
+@operator("sinkhorn_forward", keeps=True)
 def sinkhorn_forward(
     query: Tensor,
     key: Tensor,
@@ -656,17 +655,17 @@ def sinkhorn_forward(
     key_mask: Tensor | None,
     scale: float,
     updates: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The output ``(heads, N, width)`` and the potentials f and g of all updates.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output ``(heads, N, width)``, the potentials f and g of all updates, and the ratio.
 
     f is ``(⌈S/2⌉, heads, N)`` and g, with its start, ``(⌊S/2⌋ + 1, heads, M)``. Queries, keys and
     values are ``(heads, tokens, width)``, padded tokens zero; masks ``(heads, tokens)``; the scores
-    are ``scale · query keyᵀ``; `updates` is S.
+    are ``scale · query keyᵀ``; `updates` is S. :func:`_log_ratio` says what the ratio is.
     """
-    sides = Sides(query, key, scale)
-    f = _potentials(query, (updates + 1) // 2)
-    g = _potentials(key, updates // 2 + 1)
-    g[0] = 0
+    sides = Sides(query, key, value.shape[-1], scale)
+    potentials = _potentials(query, (updates + 1) // 2), _potentials(key, updates // 2 + 1)
+    f, g = (x.unbind(0) for x in potentials)
+    g[0].zero_()
     if key_mask is not None:
         g[0].masked_fill_(~key_mask, NO_POTENTIAL.value)
     last_is_rows = updates % 2 == 1
@@ -678,16 +677,17 @@ def sinkhorn_forward(
             sides.update(False, f[update // 2 - 1], key_mask, g[update // 2])
     log_ratio = _log_ratio(query, key, query_mask, key_mask, updates)
     out = sides.output(value, f[-1], g[-1], log_ratio, query_mask, last_is_rows)
-    return out, f, g
+    return out, *potentials, log_ratio
 
 
 @sinkhorn_forward.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, query_mask: Tensor | None, key_mask: Tensor | None,
     scale: float, updates: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    out = value.new_empty(query.shape[0], query.shape[1], value.shape[-1])
-    return out, _potentials(query, (updates + 1) // 2), _potentials(key, updates // 2 + 1)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    heads, queries, _ = query.shape
+    f, g = _potentials(query, (updates + 1) // 2), _potentials(key, updates // 2 + 1)
+    return value.new_empty(heads, queries, value.shape[-1]), f, g, f.new_empty(heads)
 
 
 @operator("sinkhorn_backward")
@@ -696,29 +696,28 @@ def sinkhorn_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
     out: Tensor,
     f: Tensor,
     g: Tensor,
+    log_ratio: Tensor,
     scale: float,
     updates: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values; the docstring of the file derives the steps."""
     upstream = upstream.to(value.dtype).contiguous()
-    sides = Sides(query, key, scale)
-    log_ratio = _log_ratio(query, key, query_mask, key_mask, updates)
+    sides = Sides(query, key, value.shape[-1], scale)
     f_grads, g_grads = torch.empty_like(f), torch.empty_like(g)
+    fs, gs, f_grad_of, g_grad_of = (x.unbind(0) for x in (f, g, f_grads, g_grads))
     last_is_rows = updates % 2 == 1
-    delta = f_grads[-1] if last_is_rows else torch.empty_like(f_grads[-1])
+    delta = f_grad_of[-1] if last_is_rows else torch.empty_like(f_grad_of[-1])
     sides.delta(upstream, out, delta)
     d_value = sides.value_grad(
-        value, upstream, f[-1], g[-1], log_ratio, delta, g_grads[-1], last_is_rows
+        value, upstream, fs[-1], gs[-1], log_ratio, delta, g_grad_of[-1], last_is_rows
     )
     for update in range(updates - 1 if last_is_rows else updates, 1, -1):
         # Update u made potential u of one side from potential u - 1 of the other.
-        mine, theirs = f[(update - 1) // 2], g[update // 2]
-        f_grad, g_grad = f_grads[(update - 1) // 2], g_grads[update // 2]
+        mine, theirs = fs[(update - 1) // 2], gs[update // 2]
+        f_grad, g_grad = f_grad_of[(update - 1) // 2], g_grad_of[update // 2]
         direct = delta if update == updates else None
         if update % 2 == 0:
             sides.pull(True, mine, theirs, g_grad, direct, f_grad)
@@ -758,14 +757,15 @@ def _log_ratio(
     return (rows / columns).log2()
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, ctx.scale, ctx.updates = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(*output[1:])
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, _, _, ctx.scale, ctx.updates = inputs
+    ctx.save_for_backward(query, key, value, *output)
 
 
 @refuse_double_backward("espformer::sinkhorn_forward", instead="torch")
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    if grads[0] is None:
+        return (None,) * 7
     found = sinkhorn_backward(grads[0], *ctx.saved_tensors, ctx.scale, ctx.updates)
     return (*found, None, None, None, None)
 
@@ -807,7 +807,7 @@ def output(
         return None if mask is None else mask.expand(*lead, tokens).reshape(-1, tokens).contiguous()
 
     with without_autocast(query.device):
-        out, _, _ = sinkhorn_forward(
+        out: Tensor = sinkhorn_forward(
             flat(query, query_mask).to(dtype),
             flat(key, key_mask).to(dtype),
             flat(value, key_mask),

@@ -130,7 +130,8 @@ for table in (ABSOLUTE, GAUSSIAN[4]):
     poles = dict(TABLE=numbers, POLES=len(table.poles), COMPLEX=table is not ABSOLUTE)
     poles |= dict(BLOCK=256)
     build(column_kernel, poles | dict(lengths_ptr=None, y_ptr=None, mid_ptr=None), warps=1)
-    build(column_kernel, poles | dict(x_ptr=None, p_ptr=None, mid_ptr=None, slope_ptr=None), warps=1)
+    normalisers = dict(x_ptr=None, p_ptr=None, mid_ptr=None, slope_ptr=None)
+    build(column_kernel, poles | normalisers, warps=1)
     build(column_kernel, poles | dict(x_ptr=None, p_ptr=None), warps=1)
     build(column_kernel, poles | dict(x_ptr=None, lengths_ptr=None), warps=1)
     for exponents, absent in ((FORWARD, dict(upstream_ptr=None, scale_ptr=None)), (BACKWARD, {})):
@@ -142,7 +143,7 @@ for table in (ABSOLUTE, GAUSSIAN[4]):
     ones = dict(ATOMIC=True, in_scale_ptr=None, d_in_scale_ptr=None)
     build(norm_costs_grad_kernel, poles | ones, warps=1)
 blocks = dict(BLOCKS=16, BLOCK_M=32, BLOCK_N=16)
-build(dense_column_kernel, blocks | dict(x_ptr=None, p_ptr=None, mid_ptr=None, slope_ptr=None), warps=1)
+build(dense_column_kernel, blocks | normalisers, warps=1)
 build(dense_column_kernel, blocks | dict(x_ptr=None, p_ptr=None, lengths_ptr=None), warps=1)
 build(dense_column_kernel, blocks | dict(y_ptr=None, mid_ptr=None, lengths_ptr=None), warps=1)
 build(dense_norm_costs_kernel, blocks | dict(in_scale_ptr=None), warps=1)
