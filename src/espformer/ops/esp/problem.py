@@ -136,8 +136,11 @@ class Problem:
         logits = None
         if costs is not None:
             power = self.options.cost_exponent / 2
-            if power != 1:  # has no slope at zero, where that of a root is infinite
-                costs = costs.clamp(min=torch.finfo(costs.dtype).tiny ** 0.5) ** power
+            if power != 1:
+                # No slope at zero, where that of a root is infinite. NaN is not below `least`, so
+                # it keeps its gradient, as with power 1; clamp would give it none.
+                least = torch.finfo(costs.dtype).tiny ** 0.5
+                costs = costs.masked_fill(costs < least, least) ** power
             logits = -self.options.inverse_temperature * costs
         if self.slice_logits is not None:
             logits = self.slice_logits if logits is None else logits + self.slice_logits
