@@ -334,6 +334,12 @@ def test_verdicts(differences, margin, expected):
         ({"batch_size": 8}, {"batch_size": 8, "group_by_length": False, "workers": 2}, True),
         ({"batch_size": 8}, {"batch_size": 8, "group_by_length": True}, False),
         ({"batch_size": 8}, {"batch_size": 9}, False),
+        ({"set": "digits"}, {"set": {"digits": {"validation": 0.0}}}, True),
+        ({"set": "digits"}, {"set": {"digits": {"validation": 0.1}}}, False),
+        ({"set": "digits"}, {"set": "mnist"}, False),
+        ({"set": {"imdb": {}}}, {"set": {"imdb": {"split": "published"}}}, True),
+        ({"set": {"imdb": {"split": "pooled"}}}, {"set": "imdb"}, False),
+        ({"set": "mine"}, {"set": {"mine": {"part": 0}}}, False),
     ],
 )
 def test_pairs_with_different_batches_are_marked(one, other, same):

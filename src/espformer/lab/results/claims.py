@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from espformer.lab.data import available, options
 from espformer.lab.recipes.recipe import Recipe
-from espformer.lab.recipes.yaml_schema import read_yaml
+from espformer.lab.recipes.yaml_schema import Origins, Spec, parse, read_yaml
 
 Result = dict[str, Any]
 
@@ -135,9 +136,17 @@ def compare(claim: Claim, results: Sequence[dict[str, Any]]) -> Comparison | Non
     return Comparison(len(pairs), by_setting, mean, low, high, float(tested.pvalue), same)
 
 
-def _batches(result: dict[str, Any]) -> dict[str, Any]:
-    """What decides the batches of a run; an option that older results do not have was off."""
-    data = result.get("config", {}).get("data") or {}
+def _batches(result: Result) -> dict[str, Any]:
+    """What decides the batches of a run; an option that is not written down had its default."""
+    data = {**(result.get("config", {}).get("data") or {})}
+    if data.get("set"):
+        given = parse(Spec, data["set"], Origins())
+        known = options(given.name) if given.name in available() else {}
+        data["set"] = given.name, {
+            name: value
+            for name, value in given.arguments.items()
+            if name not in known or value != known[name]
+        }
     elsewhere = ("workers", "directory", "eval_batch_size")
     return {name: value for name, value in data.items() if value and name not in elsewhere}
 
