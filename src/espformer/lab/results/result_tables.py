@@ -194,7 +194,7 @@ def _range(values: Sequence[float | None], form: str) -> str:
 
 
 def _runtime(results: list[Result]) -> list[str]:
-    lines = [["setting", "mechanism", "ms, here", "row sums off", "columns off"]]
+    lines = [["setting", "mechanism", "milliseconds", *list(_MEASURES.values())[:2]]]
     for result in results:
         check = result.get("check", {})
         errors = [
@@ -331,6 +331,8 @@ def _overrides(texts: list[str] | None) -> list[tuple[str, str]]:
 
 
 def _value(value: Any) -> str:
+    if value is None:
+        return "–"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
