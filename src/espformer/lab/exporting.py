@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from espformer.integrations.onnx import export_onnx, export_program, onnx_difference
 from espformer.lab.data import Task
-from espformer.lab.errors import RunError
+from espformer.lab.errors import RunError, first_line
 from espformer.lab.training.checkpoints import read_checkpoint
 from espformer.lab.training.learner import MARK
 from espformer.nn import ESP, harden, soften
@@ -317,8 +317,8 @@ def _write(source: Exportable, path: Path, form: str, soft: bool) -> None:
                 "another place with --to"
             ) from error
         advice = "; a hardened model is easier to export, leave --soft out" if soft else ""
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise RunError(f"{form}: the exporter refused this model: {reason}{advice}") from error
+        refusal = f"{form}: the exporter refused this model: {first_line(error)}{advice}"
+        raise RunError(refusal) from error
 
 
 def _compare(source: Exportable, path: Path, form: str, tolerance: float) -> float:

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from espformer.lab.clock import Stopwatch
-from espformer.lab.errors import RunError
+from espformer.lab.errors import RunError, first_line
 from espformer.lab.files import check_directory, replacing
 from espformer.lab.training.learner import MARK, Learner
 
@@ -27,7 +27,7 @@ def read_checkpoint(path: Path, *, device: str = "cpu") -> dict[str, Any]:
         checkpoint = torch.load(path, map_location=device, weights_only=True)
     except (RuntimeError, EOFError, zipfile.BadZipFile, ValueError, OSError) as error:
         raise RunError(
-            f"{path}: cannot be read, it is cut off or damaged ({_first_line(error)}). Nothing was "
+            f"{path}: cannot be read, it is cut off or damaged ({first_line(error)}). Nothing was "
             "changed; restore the file, or move it away to begin this run again"
         ) from None
     except Exception:  # UnpicklingError, and whatever a file that was never one leads to
@@ -41,10 +41,6 @@ def read_checkpoint(path: Path, *, device: str = "cpu") -> dict[str, Any]:
             "of its run). Nothing was changed"
         )
     return checkpoint
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -61,7 +57,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             # A full disk reaches us as a RuntimeError of torch's file writer.
             free = shutil.disk_usage(Path(path).parent).free
             raise RunError(
-                f"{path}: the checkpoint could not be written ({_first_line(error)}; "
+                f"{path}: the checkpoint could not be written ({first_line(error)}; "
                 f"{free / 2**20:.0f} MB free). The one before it is as it was"
             ) from error
 

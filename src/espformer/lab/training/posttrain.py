@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import nn
 
+from espformer.lab.data import Task
 from espformer.lab.errors import RunError
 from espformer.lab.files import LOCK, check_directory, lock, write_atomically
 from espformer.lab.machine import run_conditions
@@ -166,13 +167,20 @@ def _is_hard(model: nn.Module) -> bool:
     return any(isinstance(module, ESP) and module.hard for module in model.modules())
 
 
-def _ready(
-    run: TrainingRun, file: Path, data_directory: str | None, progress: bool | None
-) -> tuple[Learner, TaskData, Trainer]:
+def restore(
+    run: TrainingRun, file: Path, data_directory: str | None
+) -> tuple[TrainingRun, Task, Learner]:
+    """Return a run with its data, which may be elsewhere now, and the model of a checkpoint."""
     if data_directory is not None:
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, directory=data_directory))
     task = load_task(run)
     learner = make_learner(run, task)
     load_weights(learner.model, read_checkpoint(file)["state_dict"], str(file))
-    trainer = make_trainer(run, None, progress=progress)
-    return learner, TaskData(run, task), trainer
+    return run, task, learner
+
+
+def _ready(
+    run: TrainingRun, file: Path, data_directory: str | None, progress: bool | None
+) -> tuple[Learner, TaskData, Trainer]:
+    run, task, learner = restore(run, file, data_directory)
+    return learner, TaskData(run, task), make_trainer(run, None, progress=progress)
