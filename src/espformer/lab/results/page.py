@@ -11,7 +11,6 @@ from typing import Any
 from espformer.lab.errors import UserError
 from espformer.lab.recipes.recipe import Recipe, load_recipe, recipe_names
 from espformer.lab.recipes.schema import Grid
-from espformer.lab.recipes.yaml_schema import Origins
 from espformer.lab.results.claims import (
     CLAIMS,
     HARMLESS,
@@ -120,7 +119,7 @@ def _recipe(results: Results) -> Recipe:
     task = results.runs[0]["config"].get("task", "classification")
     seeds = sorted({run["seed"] for run in results.runs})
     grid = Grid(seeds=seeds, settings={run["setting"]: {} for run in results.runs})
-    return Recipe(results.experiment, results.title, task, None, "", {}, grid, {}, Origins())
+    return Recipe(name=results.experiment, title=results.title, task=task, mechanisms={}, grid=grid)
 
 
 def first_page(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:

@@ -76,7 +76,7 @@ def read_attentions(texts: Sequence[str]) -> dict[str, Spec]:
     return attentions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Experiment(Recipe):
     """An experiment that a command line asks for, as a recipe: for tables of its results."""
 
@@ -161,12 +161,9 @@ def make_experiment(
         title=f"Fine-tuning {name} on {task}: other attentions in a model trained with softmax"
         + (", calibrated first" if calibrated else ""),
         task="classification",
-        paper=None,
         default_mechanism=next(iter(attentions)),
         mechanisms=attentions,
         grid=Grid(seeds=list(seeds), settings={_setting(rate): {} for rate in rates}),
-        sections={},
-        origins=origins,
         made=made,
     )
 
