@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from espformer.lab.clock import in_words
-from espformer.lab.recipes.recipe import Recipe
+from espformer.lab.recipes.recipe import Recipe, recipe_names
 from espformer.lab.recipes.yaml_schema import Origins, plain, read_text, set_path
 from espformer.lab.results.claims import SCORES, claims_table, grid
 from espformer.lab.results.paper_numbers import DIFFERENCES, TABLES, Differences, Number, Table
@@ -72,6 +72,8 @@ def markdown(
         lines += _runtime(results)
     else:
         lines += _scores(table, results)
+        if recipe.name in recipe_names():
+            lines += [f"What the rows are: `espformer recipes {recipe.name}`.", ""]
         if picture is not None:
             lines += [f"![{recipe.title}: the scores of the table as a figure]({picture})", ""]
         lines += claims_table(recipe, results)
