@@ -23,6 +23,7 @@ from espformer.lab.results.result_tables import markdown, summarise
 from espformer.lab.training import experiments, timing
 from espformer.lab.training.assemble import load_task
 from espformer.lab.training.experiments import do_all, plan, rough_work, seed_by_seed
+from espformer.lab.training.learner import Classifier
 from espformer.lab.training.timing import Estimator
 from espformer.lab.training.trainer import execute
 
@@ -462,14 +463,14 @@ def test_estimate(recipe):
 
 def test_the_first_step_which_compiles_is_not_part_of_an_estimate(recipe, monkeypatch):
     losses = []
-    loss = timing._rough_loss
+    measure = Classifier.measure
 
-    def slow_at_first(learner, batch):
+    def slow_at_first(learner, stage, batch):
         time.sleep(0.0 if losses else 1.0)
         losses.append(len(batch["inputs"]))
-        return loss(learner, batch)
+        return measure(learner, stage, batch)
 
-    monkeypatch.setattr(timing, "_rough_loss", slow_at_first)
+    monkeypatch.setattr(Classifier, "measure", slow_at_first)
     run = recipe.run("transformer")
     assert timing._seconds_per_example(run, load_task(run)) < 0.1
     assert losses[0] == 2, "a small batch"

@@ -147,6 +147,10 @@ class Learner(LightningModule):
         """Return what this task adds to the results; `recalls` are macro recalls by score."""
         return {}
 
+    def measure(self, stage: str, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Mean loss of a batch, which is counted for the stage, and what else it gives."""
+        raise NotImplementedError
+
     @torch.no_grad()
     def prepare(self, inputs: Tensor, *, training: bool) -> Tensor:
         """Turn the stored inputs of a batch into those of the model."""
