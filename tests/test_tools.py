@@ -1,4 +1,4 @@
-"""The tools behind docs/reliability.md do what the page says, on a small scale."""
+"""The tools do what the documentation says of them, on a small scale."""
 
 import random
 import re

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from espformer.integrations.onnx import export_onnx, export_program, onnx_difference
 from espformer.lab.data import Task
 from espformer.lab.errors import RunError, first_line
-from espformer.lab.training.checkpoints import read_checkpoint
+from espformer.lab.training.checkpoints import checkpoint_file, read_checkpoint
 from espformer.lab.training.learner import MARK
 from espformer.nn import ESP, harden, soften
 from espformer.ops.common.torch_internals import tree_leaves
@@ -80,7 +80,7 @@ def open_model(path: Path, which: str = "last") -> Exportable:
             f"{path}: expected the directory of a run (with config.yaml), a checkpoint, or a "
             "directory that save_pretrained of transformers wrote (with config.json)"
         )
-    file = path / f"{which}.ckpt" if path.is_dir() else path
+    file = checkpoint_file(path, which)
     checkpoint = read_checkpoint(file)
     if checkpoint[MARK]["run"].get("task") == "finetuning":
         from espformer.lab.training.pretrained import load_classifier

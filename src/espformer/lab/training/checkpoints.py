@@ -16,6 +16,11 @@ from espformer.lab.files import check_directory, replacing
 from espformer.lab.training.learner import MARK, Learner
 
 
+def checkpoint_file(path: Path, which: str) -> Path:
+    """Return the checkpoint `which` of a run's directory, or the file itself if it is one."""
+    return path / f"{which}.ckpt" if path.is_dir() else path
+
+
 def read_checkpoint(path: Path, *, device: str = "cpu") -> dict[str, Any]:
     """Return a checkpoint of this library; anything else is refused with the reason.
 

@@ -20,7 +20,7 @@ from espformer.lab.recipes.build import has_sort_temperature
 from espformer.lab.recipes.recipe import run_from_plain
 from espformer.lab.recipes.schema import Annealing, Schedule, Start, TrainingRun
 from espformer.lab.training.assemble import TaskData, load_task, load_weights, make_learner
-from espformer.lab.training.checkpoints import read_checkpoint
+from espformer.lab.training.checkpoints import checkpoint_file, read_checkpoint
 from espformer.lab.training.events import Listener
 from espformer.lab.training.learner import MARK, Learner
 from espformer.lab.training.trainer import execute, make_trainer, score_percent
@@ -33,14 +33,11 @@ _SOFT = "take a soft checkpoint, such as --checkpoint last"
 
 def open_checkpoint(path: Path, which: str = "last") -> tuple[TrainingRun, Path]:
     """Return the run that a directory or a checkpoint file belongs to, and the checkpoint."""
-    if path.is_dir():
-        file = path / f"{which}.ckpt"
-        if not file.exists():
-            there = [name for name in CHECKPOINTS if (path / f"{name}.ckpt").exists()]
-            hint = f"there is {', '.join(there)}" if there else "no run was trained there"
-            raise RunError(f"{path}: has no checkpoint '{which}', {hint}")
-    else:
-        file = path
+    file = checkpoint_file(path, which)
+    if path.is_dir() and not file.exists():
+        there = [name for name in CHECKPOINTS if checkpoint_file(path, name).exists()]
+        hint = f"there is {', '.join(there)}" if there else "no run was trained there"
+        raise RunError(f"{path}: has no checkpoint '{which}', {hint}")
     said = read_checkpoint(file)[MARK]["run"]
     if said.get("task") == "finetuning":
         raise RunError(

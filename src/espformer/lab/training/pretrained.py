@@ -19,7 +19,7 @@ from espformer.lab.recipes.recipe import run_from_plain
 from espformer.lab.recipes.schema import FinetuneRun
 from espformer.lab.recipes.yaml_schema import Spec
 from espformer.lab.training.assemble import load_weights
-from espformer.lab.training.checkpoints import read_checkpoint
+from espformer.lab.training.checkpoints import checkpoint_file, read_checkpoint
 from espformer.lab.training.events import SILENCE_SECONDS
 from espformer.lab.training.learner import MARK
 
@@ -124,8 +124,7 @@ def load_classifier(directory: str | Path, which: str = "last") -> PooledClassif
     Returns:
         Its ``encoder`` is a model of transformers, with ``save_pretrained``.
     """
-    path = Path(directory)
-    file = path / f"{which}.ckpt" if path.is_dir() else path
+    file = checkpoint_file(Path(directory), which)
     checkpoint = read_checkpoint(file)
     run = run_from_plain(checkpoint[MARK]["run"], str(file))
     if not isinstance(run, FinetuneRun):
