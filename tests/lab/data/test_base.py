@@ -132,7 +132,7 @@ def test_every_task(name, tiny):
         assert all(torch.equal(again[key], value) for key, value in batch.items())
         if task.classes is None:
             continue
-        labels = task.tensors[split].labels
+        labels = task.splits[split].labels
         assert labels.dtype == torch.int64
         assert labels.min() >= 0
         assert labels.max() < task.classes

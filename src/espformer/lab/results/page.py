@@ -128,6 +128,7 @@ def first_page(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
     Args:
         every: experiments and their runs; those of the paper that are missing are said to be.
     """
+    # Rows by claim, and outcomes: of the paper's claims, and of those about our defaults.
     rows: dict[bool, dict[str, list[list[str]]]] = {n: defaultdict(list) for n in (True, False)}
     outcomes: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     waiting: Counter[str] = Counter()
@@ -181,24 +182,22 @@ def _once(rows: dict[str, list[list[str]]]) -> list[list[str]]:
 
 def _scores(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
     """Return mean scores of the paper's attentions and of ours in its experiments."""
-    rows, most = [], 0
+    rows, most, seeds = [], 0, set[int]()
     for recipe, results in _of_the_paper(every):
         if not {*_COLUMNS} - {"espformer-default"} <= {*recipe.mechanisms}:
             continue
         settings = dict.fromkeys(result["setting"] for result in results)
         for setting in settings:
-            means = {
-                label: statistics.fmean(numbers)
-                for label in recipe.mechanisms
-                if (numbers := _tested(results, setting, label))
-            }
+            tested = {label: _tested(results, setting, label) for label in recipe.mechanisms}
+            means = {label: statistics.fmean(found) for label, found in tested.items() if found}
+            seeds |= {len(tested[label]) for label in means}
             cells = []
             for label in _COLUMNS:
                 here = f"{means[label]:.2f}" if label in means else "–"
                 there = TABLES[recipe.paper or ""].numbers.get((setting, label, "test"), Number())
                 said = _middle(there)
                 cells.append(here if said is None else f"{here} ({said:.2f})")
-            others = {name: mean for name, mean in means.items() if name not in _COLUMNS}
+            others = {n: mean for n, mean in means.items() if "esp" in n and n not in _COLUMNS}
             best = max(others, key=others.__getitem__, default=None)
             most = max(most, len(others))
             cells.append("–" if best is None else f"{others[best]:.2f} `{best}`")
@@ -207,7 +206,8 @@ def _scores(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
     if not rows:
         return []
     text = (
-        "Mean scores over seeds, and in brackets what the paper prints. Many of our runs are "
+        f"Mean scores over {min(seeds)} to {max(seeds)} seeds, in brackets what the paper prints. "
+        "Many of our runs are "
         "shorter than the paper's or have less data, as their sections say, so compare numbers of "
         f"a row. The last column is the best of up to {most} variants of ESP, chosen by the very "
         "score that is shown, so it flatters."
