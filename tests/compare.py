@@ -11,6 +11,15 @@ from espformer import esp_attention
 
 METRICS, BALANCES, UNITS = ("absolute", "squared"), ("rows", "both"), ("spread", "absolute")
 COUPLINGS = ("quantile", "interpolate", "identity")
+# Options with a way of their own through the operator.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "both": {"balance": "both"},
+    "squared": {"metric": "squared"},
+    "hard": {"hard": True},
+    "average": {"hard": True, "ties": "average"},
+    "straight-through": {"straight_through": True},
+}
 
 # Linear against dense in float64: absolute for outputs, relative for gradients. The squared metric
 # is a sum of exponentials, good to 3e-11, and its slope to 1e-9.

@@ -1,6 +1,7 @@
-"""The tools behind docs/reliability.md do what the page says, on a small scale."""
+"""The tools do what the documentation says of them, on a small scale."""
 
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,15 @@ def test_killed_runs_end_as_others_do():
     done = run("kill_runs.py", "--count", "3")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "3 kills, seed 0: 0 differences" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_recipe_passes_no_more_files_than_we_allow():
+    pytest.importorskip("lightning")
+    done = run("count_files.py")
+    counted = re.search(r"^recipe: (\d+) files \(at most (\d+)\)$", done.stdout, re.MULTILINE)
+    assert counted, done.stderr[-2000:]
+    assert 15 < int(counted[1]) <= int(counted[2])
 
 
 def test_a_difference_of_one_bit_is_seen():

@@ -7,18 +7,10 @@ from torch.utils._pytree import tree_leaves
 
 from espformer import esp_attention
 from espformer.ops.esp import linear
-from tests.compare import COUPLINGS, differentiate
+from tests.compare import COUPLINGS, VARIANTS, differentiate
 
 TOKENS = 2048
-VARIANTS = {
-    "rows": {},
-    "both": {"balance": "both"},
-    "squared": {"metric": "squared"},
-    "squared-both": {"metric": "squared", "balance": "both"},
-    "hard": {"hard": True},
-    "average": {"hard": True, "ties": "average"},
-    "straight-through": {"straight_through": True},
-}
+VARIANTS = {**VARIANTS, "squared-both": {"metric": "squared", "balance": "both"}}
 
 
 class Sizes(TorchDispatchMode):

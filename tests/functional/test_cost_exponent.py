@@ -53,6 +53,22 @@ def test_a_cost_of_zero_has_finite_gradients() -> None:
     assert bool(x.grad.isfinite().all())
 
 
+@pytest.mark.parametrize("backend", ["dense", "linear"])
+@pytest.mark.parametrize("exponent", [1.0, 3.0])
+@pytest.mark.parametrize("hard", [False, True])
+def test_nan_reaches_the_same_gradients_with_every_exponent(
+    qkv: tuple[Tensor, ...], backend: str, exponent: float, hard: bool
+) -> None:
+    qkv[0].data[1, 0, 4, 2] = torch.nan
+    found = []
+    for power in (exponent, 2.0):
+        out = esp_attention(*qkv, cost_exponent=power, backend=backend, hard=hard, **OPTIONS)
+        found.append(torch.autograd.grad(out, qkv, torch.ones_like(out)))
+    for have, want in zip(*found, strict=True):
+        assert torch.equal(have.isnan(), want.isnan())
+        assert bool(have[1, 0].isnan().all())
+
+
 def test_nothing_changes_without_costs(qkv: tuple[Tensor, ...]) -> None:
     plain = esp_attention(*qkv)
     assert torch.equal(esp_attention(*qkv, cost_exponent=1.0), plain)

@@ -12,20 +12,12 @@ from tests.compare import (
     BACKENDS,
     COUPLINGS,
     LINEAR_TIME,
+    VARIANTS,
     assert_agree,
     differentiate,
     some,
     tokens,
 )
-
-VARIANTS = {
-    "rows": {},
-    "both": {"balance": "both"},
-    "squared": {"metric": "squared"},
-    "hard": {"hard": True},
-    "average": {"hard": True, "ties": "average"},
-    "straight-through": {"straight_through": True},
-}
 
 
 @pytest.fixture(params=VARIANTS.values(), ids=VARIANTS)

@@ -4,16 +4,8 @@ import pytest
 import torch
 
 from espformer import esp_attention, esp_plan
-from tests.compare import BACKENDS, differentiate, some, tokens
+from tests.compare import BACKENDS, VARIANTS, differentiate, some, tokens
 
-VARIANTS = {
-    "rows": {},
-    "both": {"balance": "both"},
-    "squared": {"metric": "squared"},
-    "hard": {"hard": True},
-    "average": {"hard": True, "ties": "average"},
-    "straight-through": {"straight_through": True},
-}
 NUMBERS = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
 
 

@@ -9,21 +9,14 @@ from tests.compare import (
     BALANCES,
     COUPLINGS,
     METRICS,
+    VARIANTS,
     assert_agree,
     differentiate,
     some,
     tokens,
 )
 
-VARIANTS = {
-    "rows": {},
-    "both": {"balance": "both"},
-    "squared": {"metric": "squared"},
-    "squared-both": {"metric": "squared", "balance": "both"},
-    "hard": {"hard": True},
-    "average": {"hard": True, "ties": "average"},
-    "straight-through": {"straight_through": True},
-}
+VARIANTS = {**VARIANTS, "squared-both": {"metric": "squared", "balance": "both"}}
 
 
 @pytest.fixture(params=VARIANTS.values(), ids=VARIANTS)

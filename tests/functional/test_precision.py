@@ -4,17 +4,9 @@ import pytest
 import torch
 
 from espformer import esp_attention, esp_plan
-from tests.compare import BACKENDS, BALANCES, METRICS, differentiate, some, tokens
+from tests.compare import BACKENDS, BALANCES, METRICS, VARIANTS, differentiate, some, tokens
 
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-VARIANTS = {
-    "rows": {},
-    "both": {"balance": "both"},
-    "squared": {"metric": "squared"},
-    "hard": {"hard": True},
-    "average": {"hard": True, "ties": "average"},
-    "straight-through": {"straight_through": True},
-}
 
 
 @pytest.fixture(params=VARIANTS.values(), ids=VARIANTS)

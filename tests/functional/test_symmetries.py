@@ -4,15 +4,7 @@ import pytest
 import torch
 
 from espformer import esp_attention, esp_plan
-from tests.compare import BACKENDS, assert_agree, differentiate, some, tokens
-
-VARIANTS = {
-    "rows": {},
-    "both": {"balance": "both"},
-    "squared": {"metric": "squared"},
-    "hard": {"hard": True},
-    "average": {"hard": True, "ties": "average"},
-}
+from tests.compare import BACKENDS, VARIANTS, assert_agree, differentiate, some, tokens
 
 
 @pytest.fixture(params=VARIANTS.values(), ids=VARIANTS)

@@ -125,7 +125,7 @@ def show_table(console: Console, rows: Sequence[Any]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from espformer.lab.report.summary import COLUMNS, cells
+    from espformer.lab.report.summary import COLUMNS, NOTE, cells
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for index, name in enumerate(COLUMNS):
@@ -135,13 +135,7 @@ def show_table(console: Console, rows: Sequence[Any]) -> None:
     for row in rows:
         table.add_row(*cells(row))
     console.print(table)
-    console.print(
-        "Accuracy in percent: soft after training, sharp after t has fallen, hard with exact "
-        "sorting. Off: the largest distance of a sum from one, soft → hard. Differential attention "
-        "is a difference, which does not sum to one.",
-        style="dim",
-        highlight=False,
-    )
+    console.print(NOTE, style="dim", highlight=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -23,3 +23,9 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     if close:
         return f"did you mean '{close[0]}'?"
     return f"there is {', '.join(known)}" if known else "nothing is expected here"
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:160] if lines else type(error).__name__

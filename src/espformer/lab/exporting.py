@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from espformer.integrations.onnx import export_onnx, export_program, onnx_difference
 from espformer.lab.data import Task
-from espformer.lab.errors import RunError
-from espformer.lab.training.checkpoints import read_checkpoint
+from espformer.lab.errors import RunError, first_line
+from espformer.lab.training.checkpoints import checkpoint_file, read_checkpoint
 from espformer.lab.training.learner import MARK
 from espformer.nn import ESP, harden, soften
 from espformer.ops.common.torch_internals import tree_leaves
@@ -80,7 +80,7 @@ def open_model(path: Path, which: str = "last") -> Exportable:
             f"{path}: expected the directory of a run (with config.yaml), a checkpoint, or a "
             "directory that save_pretrained of transformers wrote (with config.json)"
         )
-    file = path / f"{which}.ckpt" if path.is_dir() else path
+    file = checkpoint_file(path, which)
     checkpoint = read_checkpoint(file)
     if checkpoint[MARK]["run"].get("task") == "finetuning":
         from espformer.lab.training.pretrained import load_classifier
@@ -317,8 +317,8 @@ def _write(source: Exportable, path: Path, form: str, soft: bool) -> None:
                 "another place with --to"
             ) from error
         advice = "; a hardened model is easier to export, leave --soft out" if soft else ""
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise RunError(f"{form}: the exporter refused this model: {reason}{advice}") from error
+        refusal = f"{form}: the exporter refused this model: {first_line(error)}{advice}"
+        raise RunError(refusal) from error
 
 
 def _compare(source: Exportable, path: Path, form: str, tolerance: float) -> float:

@@ -106,6 +106,16 @@ def check_directory(directory: Path, needed: int = 0) -> None:
         )
 
 
+def tail(path: Path) -> str:
+    """Return the end of a text file, some thousand characters; nothing where there is none."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+            return file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def refuse_directory(path: Path, name: str) -> None:
     """Tell before work is done that a page cannot be written in place of a directory."""
     if path.is_dir():

@@ -150,11 +150,11 @@ def test_tweeteval(tiny):
     assert two.info["class_names"] == ["negative", "positive"]
     # What was left out on request is no difference from the published set.
     assert two.info["differences"] == three.info["differences"]
-    for split, data in three.tensors.items():
+    for split, data in three.splits.items():
         kept = data.labels != 1
-        assert torch.equal(two.tensors[split].labels, (data.labels[kept] == 2).long())
+        assert torch.equal(two.splits[split].labels, (data.labels[kept] == 2).long())
         texts = [three.vocabulary.decode(row) for row in data.inputs[kept]]
-        assert texts == [two.vocabulary.decode(row) for row in two.tensors[split].inputs]
+        assert texts == [two.vocabulary.decode(row) for row in two.splits[split].inputs]
     with pytest.raises(ValueError, match="classes must be 2 or 3, got 4"):
         load("tweeteval", data_dir=tiny, classes=4)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espformer.lab.data import DataError, collate, load
-from espformer.lab.data.translation import PairSet, _cut, _rows, _with_ends
+from espformer.lab.data.translation import PairSet, _cut, _with_ends
 from espformer.lab.data.vocabulary import Ragged, Vocabulary, encode
 
 TEXTS = [f"the {animal} sat on the {thing} ." for animal in ("cat", "dog") for thing in "abcdef"]
@@ -74,7 +74,9 @@ def test_ragged_arithmetic():
     assert ids.padded(torch.tensor([2]), 2).tolist() == [[8, 9]]
     assert sequences(_with_ends(ids, bos=True)) == [[2, 5, 6, 3], [2, 7, 3], [2, 8, 9, 10, 3]]
     assert sequences(_with_ends(ids, bos=False)) == [[5, 6, 3], [7, 3], [8, 9, 10, 3]]
-    assert sequences(_rows(ids, torch.tensor([2, 0]))) == [[8, 9, 10], [5, 6]]
+    rows = torch.tensor([2, 0])
+    assert sequences(ids.take(rows, ids.lengths[rows])) == [[8, 9, 10], [5, 6]]
+    assert sequences(ids.take(rows, torch.tensor([1, 2]))) == [[8], [5, 6]]
     assert sequences(_cut(_with_ends(ids, bos=True), 4)) == [[2, 5, 6, 3], [2, 7, 3], [2, 8, 9, 3]]
 
 

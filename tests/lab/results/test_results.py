@@ -18,7 +18,7 @@ from espformer.lab.recipes.recipe import load_recipe, recipe_names
 from espformer.lab.recipes.yaml_schema import plain
 from espformer.lab.results.claims import CLAIMS, Claim, compare, verdict
 from espformer.lab.results.claims import SCORES as SCORE_NAMES
-from espformer.lab.results.page import first_table, paper_gap, results_page
+from espformer.lab.results.page import first_page, paper_gap, results_page
 from espformer.lab.results.result_files import (
     Results,
     beside_saved,
@@ -123,13 +123,14 @@ def test_the_section_says_what_happened():
         one["config"]["trainer"] = {**one["config"]["trainer"], "epochs": 15}
     text = markdown(recipe, made, level=2)
     assert text.startswith("## MNIST, impact of patch size\n")
-    assert "- Made by one command.[^mnist-patch-size-1]\n- On a card; precision 32-true;" in text
-    assert text.endswith("\n[^mnist-patch-size-1]: `a command`\n")
-    assert "`trainer.epochs` is 15, the paper has 45" in text
+    assert "- Made on a card; precision 32-true; torch 2; espformer 0.1; commit abc.\n" in text
+    assert "\n- command: `a command`\n" in text
+    assert "| `trainer.epochs` | 15 | 45 |" in text
     assert "settings not run: patch=1, patch=2, patch=14, patch=28" in text
     assert "data: a part of it" in text
-    assert "ESP attention is more accurate than softmax attention (the paper): **held**" in text
-    assert "(paired t-test of 6 pairs, p < 0.0001; patch=4 +" in text
+    (claim,) = [line for line in text.splitlines() if "more accurate than softmax" in line]
+    assert "(the paper) | `espformer` − `transformer` | +" in claim
+    assert "| 6 | < 0.0001 | ✓ held | patch=4 +" in claim
     assert recipe.note.splitlines()[0] in text
     assert "ESP attention is more accurate than differential" not in text, "it was not run"
     assert "24 runs, seeds 0, 1, 2; 24.0 min of training, summed over runs.\n" in text
@@ -153,14 +154,41 @@ def test_parts_of_an_experiment_keep_their_conditions():
         if one["setting"] == "patch=7" and one["seed"] == 1:
             one.update(command="later", versions={**one["versions"], "revision": "def"})
     text = markdown(load_recipe("mnist-patch-size"), made)
-    machine = "a card; precision 32-true; torch 2; espformer 0.1"
     assert (
-        f"- 3 runs, patch=4, patch=7, seeds 0, 1: made on {machine} at abc.[^mnist-patch-size-1]\n"
-        f"- 1 run, patch=7, seed 1: made on {machine} at def.[^mnist-patch-size-2]\n"
-        "- 4 runs, seeds 0, 1; 4.0 min of training"
+        "- 4 runs, seeds 0, 1; 4.0 min of training, summed over runs.\n"
+        "- Made on a card; precision 32-true; torch 2; espformer 0.1.\n"
+        "- 3 runs, patch=4, patch=7, seeds 0, 1; commit abc: `a command`\n"
+        "- 1 run, patch=7, seed 1; commit def: `later`\n"
     ) in text
-    assert "[^mnist-patch-size-1]: `a command`\n[^mnist-patch-size-2]: `later`\n" in text
-    assert text.count("`a command`") == 1, "every command is stated once"
+    for one in made:
+        one["command"] = f"do --jobs {one['seed']} --save results --skip-saved x=1"
+    text = markdown(load_recipe("mnist-patch-size"), made)
+    assert text.count("`do x=1`") == 2, "how many at once and where to does not matter"
+
+
+def test_settings_that_differ_are_told_with_whom_they_belong_to():
+    made = runs(seeds=(0,))
+    for one in made:
+        epochs = 10 if one["setting"] == "patch=4" else 20
+        one["config"]["trainer"] = {**one["config"]["trainer"], "epochs": epochs}
+        one["config"]["data"] = {
+            **one["config"]["data"], "batch_size": 7 if one["mechanism"] == "espformer" else 8
+        }  # fmt: skip
+    text = markdown(load_recipe("mnist-patch-size"), made)
+    assert "| `trainer.epochs` | 10 (patch=4), 20 (patch=7) | 45 |" in text
+    assert "| `data.batch_size` | 8 (all but espformer), 7 (espformer) | 100 |" in text
+
+
+def test_overrides_of_the_runs_before_are_told_one_by_one():
+    recipe = load_recipe("cats-dogs-anneal")
+    said = ["trainer.cuda_graph=true", "trainer.epochs=100", "optimizer.learning_rate=5e-4"]
+    asked = plain(recipe.run("espformer", seed=0))
+    asked["start"] = {**asked["start"], "overrides": said}
+    made = [{**run("espformer", "patch=4", 0), "setting": asked["setting"], "config": asked}]
+    text = markdown(recipe, made)
+    assert "| `trainer.epochs` of the runs before | 100 | as `cats-dogs` |" in text
+    assert "| `optimizer.learning_rate` of the runs before | 0.0005 | as `cats-dogs` |" in text
+    assert "cuda_graph" not in text
 
 
 def planned(tmp_path, **options):
@@ -334,6 +362,12 @@ def test_verdicts(differences, margin, expected):
         ({"batch_size": 8}, {"batch_size": 8, "group_by_length": False, "workers": 2}, True),
         ({"batch_size": 8}, {"batch_size": 8, "group_by_length": True}, False),
         ({"batch_size": 8}, {"batch_size": 9}, False),
+        ({"set": "digits"}, {"set": {"digits": {"validation": 0.0}}}, True),
+        ({"set": "digits"}, {"set": {"digits": {"validation": 0.1}}}, False),
+        ({"set": "digits"}, {"set": "mnist"}, False),
+        ({"set": {"imdb": {}}}, {"set": {"imdb": {"split": "published"}}}, True),
+        ({"set": {"imdb": {"split": "pooled"}}}, {"set": "imdb"}, False),
+        ({"set": "mine"}, {"set": {"mine": {"part": 0}}}, False),
     ],
 )
 def test_pairs_with_different_batches_are_marked(one, other, same):
@@ -351,21 +385,23 @@ def test_pairs_with_different_batches_are_marked(one, other, same):
     assert ("different batches" in verdict(claim, found).words) == (not same)
 
 
-def test_the_page_begins_with_all_claims(tmp_path):
+def test_all_claims_are_judged_in_their_section_and_counted(tmp_path):
     save_file(results(runs([*range(8)])), tmp_path / "mnist-patch-size.json")
     claims = CLAIMS["mnist-patch-size"]
     text = results_page(tmp_path)
-    begin, table, _ = re.split(r"^## Claims$|^### How a claim is judged$", text, flags=re.MULTILINE)
+    begin, section, rules = re.split(
+        r"^## MNIST, impact of patch size$|^## How a claim is judged$", text, flags=re.MULTILINE
+    )
     assert "## The paper's claims" in begin
-    lines = [line for line in table.splitlines() if line.startswith(("| ✓", "| ✗", "| ?"))]
+    lines = [line for line in section.splitlines() if re.search(r"\| [✓✗?] ", line)]
     rows = set(SCORES)
     asked = [claim for claim in claims if {claim.row[0], claim.other[0]} <= rows]
     assert len(lines) == len(asked) > 2
     for line, claim in zip(lines, asked, strict=True):
         assert claim.says[1:] in line
-        assert "](#mnist-impact-of-patch-size) |" in line
-    assert f"Of {len(asked)} claims, {len(asked)} held (✓), 0 did not (✗), and" in table
-    assert "lies above the threshold" in " ".join(text.split())
+    rules = " ".join(rules.split())
+    assert f"Of the {len(asked)} claims on this page, {len(asked)} held (✓), 0 did not (✗)" in rules
+    assert "lies above the threshold" in rules
 
 
 def test_claims_that_the_runs_suggested_are_marked():
@@ -417,17 +453,21 @@ def test_the_first_page_puts_our_gap_beside_the_papers():
         for seed, noise in enumerate((0.0, 0.1, 0.3))
         for label, value in (("espformer", 70.0), ("transformer", 69.0 + noise))
     ]
-    lines = first_table([(recipe, made)])
-    (row,) = [line for line in lines if "more accurate than softmax" in line and "ours" not in line]
+    lines = first_page([(recipe, made)])
+    (row,) = [line for line in lines if "more accurate than softmax" in line]
     gap = ((55.66 - 49.71) + (71.49 - 57.25)) / 2
+    experiment = "[Cats and Dogs, by number of training images](#cats-and-dogs-by-"
+    assert row.startswith("| ESP attention is more accurate than softmax attention | " + experiment)
     assert f"| {gap:+.2f} | +0.87 (" in row
-    assert row.endswith("| held |")
-    assert row.startswith("| ✓ | [Cats and Dogs, by number of training images](#cats-and-dogs-by-")
-    assert any("Sinkhorn attention | +1.26 | not run |" in line for line in lines)
-    assert "|  | IMDb, sentiment of film reviews | 3 claims |  | not run |  |" in lines
-    rows = [line for line in lines if line.startswith("|")]
-    assert not any("(ours)" in row for row in rows), "no run of our defaults"
-    assert first_table([]) == []
+    assert row.endswith("| ✓ held |")
+    text = " ".join(lines)
+    assert "of its 1 claims that were tested here, 1 held (✓), 0 did not (✗)" in text
+    assert "Cats and Dogs, by number of training images (2);" in text, "differential and Sinkhorn"
+    assert "IMDb, sentiment of film reviews (3);" in text
+    assert "our defaults instead" not in text, "no run of our defaults"
+    (row,) = [line for line in lines if "), 2000 images |" in line]
+    assert row.endswith("| 69.27 (57.25) | – (67.34) | – (69.56) | 70.13 (71.49) | – | – |")
+    assert first_page([]) == []
     claim = CLAIMS["cats-dogs-slicers"][-1]
     assert paper_gap(claim, load_recipe("cats-dogs-slicers")) == pytest.approx(79.47 - 77.75)
     figure = CLAIMS["mnist-patch-size"][0]

@@ -14,6 +14,7 @@ from espformer.lab import clock
 from espformer.lab.bench.attentions import Attention, find, parameters
 from espformer.lab.bench.cases import Case, Measurement, largest_error
 from espformer.lab.bench.exact import Oracle, checked_heads, results
+from espformer.lab.errors import first_line
 
 # A captured graph keeps its memory, and only short calls are bound by launches.
 GRAPH_MILLISECONDS, GRAPH_MEGABYTES = 60.0, 20_000.0
@@ -51,18 +52,13 @@ def _measure(case: Case, device: torch.device, oracle: Oracle, budget: float) ->
     except torch.OutOfMemoryError:
         status = "out of memory"
     except Exception as error:  # a broken kernel must not hide the other rows
-        status = f"error: {type(error).__name__}: {_first_line(error)}"
+        status = f"error: {type(error).__name__}: {first_line(error)}"
     finally:
         if device.type == "cuda":
             gc.collect()
             with contextlib.suppress(RuntimeError):  # a lost device raises again
                 torch.cuda.empty_cache()
     return Measurement(case, status=status)
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0][:160] if lines else ""
 
 
 def _checked_and_timed(
@@ -75,7 +71,7 @@ def _checked_and_timed(
     try:
         want = oracle(case)
     except Exception as cause:
-        raise RuntimeError(f"nothing to compare with: {_first_line(cause)}") from cause
+        raise RuntimeError(f"nothing to compare with: {first_line(cause)}") from cause
     error = largest_error(got, want)
     del got, want
     allowed = operator.tolerance(case.dtype)
@@ -95,7 +91,7 @@ def _checked_and_timed(
         try:
             row = replace(row, graph_milliseconds=clock.graph_milliseconds(call))
         except RuntimeError as reason:
-            row = replace(row, status=f"ok, but not as a CUDA graph: {_first_line(reason)}")
+            row = replace(row, status=f"ok, but not as a CUDA graph: {first_line(reason)}")
     return row
 
 

@@ -50,7 +50,7 @@ def run(
                     write(stem, title, rows, stated)
         terminal.print_tables(rows, stated)
         if stem is not None:
-            for path in write(stem, title, rows, stated) + terminal.plot(stem, rows, stated):
+            for path in write(stem, title, rows, stated) + terminal.plot(stem, stated):
                 print(f"written: {path}")
         good = good and not is_failure(rows)
     return good

@@ -77,16 +77,19 @@ def told(cases: Sequence[Case], row_seconds: float) -> dict[str, str]:
     }
 
 
-def plot(stem: Path, rows: Sequence[Measurement], stated: Mapping[str, str]) -> list[Path]:
-    """Time by number of tokens, if there is more than one and matplotlib is installed."""
-    if len({row.case.tokens for row in rows if row.ok}) < 2:
-        return []
+def plot(stem: Path, stated: Mapping[str, str]) -> list[Path]:
+    """Draw the written table by number of tokens: if it has several, and matplotlib is there."""
     try:
-        from espformer.lab.bench.figure import draw
+        from espformer.lab.plots import read_timings, runtime, save_figure
     except ModuleNotFoundError as missing:
         print(f"no plot: it needs {how_to_install(missing.name, 'plots')}")
         return []
-    return draw(stem, rows, stated)
+    timings = read_timings(stem.with_name(f"{stem.name}.csv"))
+    if len({row.tokens for row in timings}) < 2:
+        return []
+    machine = stated.get("gpu", stated.get("cpu", ""))
+    told = f"{machine}; torch {stated['torch']}; medians.\n{stated['command']}"
+    return save_figure(runtime(timings, told), stem)
 
 
 def _line(row: Measurement) -> str:

@@ -10,15 +10,15 @@ hub; where they are nowhere, the error says where to get them and how to lay the
 is part of the package.
 """
 
-import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from espformer.lab.data.base import Batch, Task, TensorSet, collate
 from espformer.lab.data.files import DataError, DataMissing
+from espformer.lab.errors import nearest
 from espformer.ops.common.optional import how_to_install
 
 __all__ = [
@@ -89,10 +89,7 @@ def load(name: str, *, data_dir: str | Path | None = None, seed: int = 0, **chos
     known = options(name)
     for option in chosen:
         if option not in known:
-            raise TypeError(
-                f"load('{name}') has no option '{option}'{_nearest(option, known)}; "
-                f"its options are {', '.join(known)}"
-            )
+            raise TypeError(f"load('{name}') has no option '{option}', {nearest(option, known)}")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ValueError(f"load('{name}'): seed must be an integer in [0, 2**32), got {seed!r}")
     return loader(data_dir=data_dir, seed=seed, **chosen)
@@ -100,9 +97,7 @@ def load(name: str, *, data_dir: str | Path | None = None, seed: int = 0, **chos
 
 def _loader(name: str) -> Callable[..., Task]:
     if name not in _MODULES:
-        raise ValueError(
-            f"no data set '{name}'{_nearest(name, _MODULES)}; there are {', '.join(_MODULES)}"
-        )
+        raise ValueError(f"no data set '{name}', {nearest(name, _MODULES)}")
     try:
         module = importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:
@@ -113,8 +108,3 @@ def _loader(name: str) -> Callable[..., Task]:
         ) from error
     loader: Callable[..., Task] = module.load
     return loader
-
-
-def _nearest(word: str, words: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
-    return f" (did you mean '{near[0]}'?)" if near else ""

@@ -207,11 +207,6 @@ class Task:
         named = {"train": self.train, "valid": self.valid, "test": self.test}
         return {name: split for name, split in named.items() if split is not None}
 
-    @property
-    def tensors(self) -> dict[str, TensorSet]:
-        """Those splits that are tensors in memory, by name (all of them, but for translation)."""
-        return {name: s for name, s in self.splits.items() if isinstance(s, TensorSet)}
-
     def prepare(
         self, inputs: Tensor, *, training: bool, generator: torch.Generator | None = None
     ) -> Tensor:

@@ -57,8 +57,7 @@ def cached_bytes(key: str, build: Callable[[], bytes]) -> bytes:
             return content
     content = build()
     digest = hashlib.sha256(content).hexdigest().encode()
-    with _not_fatal(name):
-        _write(name, [digest, b"\n", content])
+    _keep(name, [digest, b"\n", content])
     return content
 
 
@@ -76,9 +75,8 @@ def cached_array(
     array = _map(name, shape, dtype)
     if array is not None:
         return array
-    with _not_fatal(name):
-        _write(name, _npy(shape, dtype, chunks()))
-        array = _map(name, shape, dtype)
+    _keep(name, _npy(shape, dtype, chunks()))
+    array = _map(name, shape, dtype)
     if array is None:
         array = np.concatenate([np.asarray(chunk, dtype) for chunk in chunks()])
     return array.reshape(shape)
@@ -107,23 +105,33 @@ def _npy(shape: tuple[int, ...], dtype: Any, chunks: Iterable[Array]) -> Iterato
         yield np.ascontiguousarray(chunk, dtype).tobytes()
 
 
-def _write(name: str, parts: Iterable[bytes]) -> None:
+def _keep(name: str, parts: Iterable[bytes]) -> None:
+    """Write a file of the cache, or warn that it cannot be; errors of making `parts` are raised."""
+    making = False
+
+    def watched() -> Iterator[bytes]:
+        nonlocal making
+        making = True
+        for part in parts:
+            making = False
+            yield part
+            making = True
+        making = False
+
     try:
         _sweep(directory(), name)
         # Written, not mapped: a full disk is then an error to catch, not the end of the process.
         with replacing(directory() / name) as temporary, open(temporary, "wb") as file:
-            file.writelines(_readable(parts))
+            file.writelines(watched())
     except OSError as error:
-        raise _CannotStore(str(error)) from error
-    except _CannotRead as error:
-        raise error.reason from None
-
-
-def _readable(parts: Iterable[bytes]) -> Iterator[bytes]:
-    try:
-        yield from parts
-    except OSError as error:
-        raise _CannotRead(error) from error
+        if making:
+            raise
+        warnings.warn(
+            f"{name} cannot be kept in the cache ({error}): it will be computed again next time. "
+            f"Set {ENVIRONMENT} to a folder with room that can be written to.",
+            CacheWarning,
+            stacklevel=3,
+        )
 
 
 def _sweep(folder: Path, name: str) -> None:
@@ -132,27 +140,3 @@ def _sweep(folder: Path, name: str) -> None:
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > ABANDONED:
                 left.unlink()
-
-
-class _CannotStore(Exception):
-    """An OSError of the cache itself, told apart from those of reading the data."""
-
-
-class _CannotRead(Exception):
-    """An OSError of reading the data that a cached file is made of."""
-
-    def __init__(self, reason: OSError) -> None:
-        self.reason = reason
-
-
-@contextlib.contextmanager
-def _not_fatal(name: str) -> Iterator[None]:
-    try:
-        yield
-    except _CannotStore as error:
-        warnings.warn(
-            f"{name} cannot be kept in the cache ({error}): it will be computed again next time. "
-            f"Set {ENVIRONMENT} to a folder with room that can be written to.",
-            CacheWarning,
-            stacklevel=4,
-        )

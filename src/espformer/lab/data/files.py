@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from espformer.lab.errors import first_line
 from espformer.ops.common.optional import how_to_install
 
 ENVIRONMENT = "ESPFORMER_DATA"
@@ -182,8 +183,7 @@ def find(source: Source, data_dir: PathLike | None = None) -> Files:
     try:
         return _from_hub(source, source.hub)
     except (ImportError, OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()
-        tried.append(f"hub, {source.hub.repository}: {reason[0] if reason else repr(error)}")
+        tried.append(f"hub, {source.hub.repository}: {first_line(error)}")
         raise DataMissing(_advice(source, tried)) from error
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from espformer.lab.data.cache import Array, cache_key, cached_array
 from espformer.lab.data.files import DataError, require
+from espformer.lab.errors import first_line
 
 # Images decoded at a time: a few tens of MB.
 CHUNK = 256
@@ -173,8 +174,7 @@ def _names(paths: Sequence[Path]) -> str:
 
 
 def _unreadable(path: Path, form: str, error: Exception) -> str:
-    reason = str(error).strip().splitlines()
     return (
-        f"{path} cannot be read as {form} ({reason[0] if reason else repr(error)}). "
+        f"{path} cannot be read as {form} ({first_line(error)}). "
         "It is cut short or damaged: fetch it again."
     )

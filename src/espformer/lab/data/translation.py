@@ -162,7 +162,7 @@ def translation_task(
         if split == "train":
             left_out = int((~fits).sum())
             rows = fits.nonzero()[:, 0]
-            source, target = _rows(source, rows), _rows(target, rows)
+            source, target = (ids.take(rows, ids.lengths[rows]) for ids in (source, target))
             source_texts = [source_texts[row] for row in rows.tolist()]
             target_texts = [target_texts[row] for row in rows.tolist()]
         else:
@@ -202,20 +202,8 @@ def _with_ends(ids: Ragged, *, bos: bool) -> Ragged:
     return Ragged(tokens, starts)
 
 
-def _rows(ids: Ragged, rows: Tensor) -> Ragged:
-    lengths = ids.lengths[rows]
-    starts = torch.zeros(len(rows) + 1, dtype=torch.int64)
-    starts[1:] = lengths.cumsum(0)
-    offset = torch.repeat_interleave(ids.starts[rows] - starts[:-1], lengths)
-    return Ragged(ids.tokens[torch.arange(int(starts[-1])) + offset], starts)
-
-
 def _cut(ids: Ragged, limit: int) -> Ragged:
     """Sequences of at most `limit` tokens, of which the last is eos."""
-    keep = ids.lengths.clamp(max=limit)
-    starts = torch.zeros(len(ids) + 1, dtype=torch.int64)
-    starts[1:] = keep.cumsum(0)
-    offset = torch.repeat_interleave(ids.starts[:-1] - starts[:-1], keep)
-    tokens = ids.tokens[torch.arange(int(starts[-1])) + offset]
-    tokens[starts[1:] - 1] = Vocabulary.eos
-    return Ragged(tokens, starts)
+    cut = ids.take(torch.arange(len(ids)), ids.lengths.clamp(max=limit))
+    cut.tokens[cut.starts[1:] - 1] = Vocabulary.eos
+    return cut

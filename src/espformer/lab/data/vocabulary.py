@@ -107,8 +107,21 @@ class Ragged:
     tokens: Tensor
     starts: Tensor
 
+    @classmethod
+    def of_lengths(cls, tokens: Tensor, lengths: Tensor) -> Ragged:
+        """Return sequences of these lengths, ``(sequences,)``."""
+        starts = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+        starts[1:] = lengths.cumsum(0)
+        return cls(tokens, starts)
+
     def __len__(self) -> int:
         return len(self.starts) - 1
+
+    def take(self, rows: Tensor, lengths: Tensor) -> Ragged:
+        """Return some sequences, and of each as many tokens, the first ones, as `lengths` says."""
+        taken = Ragged.of_lengths(self.tokens, lengths)
+        offset = torch.repeat_interleave(self.starts[rows] - taken.starts[:-1], lengths)
+        return Ragged(self.tokens[torch.arange(len(offset)) + offset], taken.starts)
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -139,10 +152,7 @@ def encode(vocabulary: Vocabulary, texts: Sequence[str], limit: int) -> Ragged:
     key = cache_key("tokens", vocabulary.digest, text_digest(texts), limit)
     content = cached_bytes(key, lambda: _encode(vocabulary, texts, limit))
     numbers = torch.from_numpy(np.frombuffer(content, "<i4").astype(np.int32))
-    lengths, tokens = numbers[: len(texts)], numbers[len(texts) :]
-    starts = torch.zeros(len(texts) + 1, dtype=torch.int64)
-    starts[1:] = lengths.cumsum(0)
-    return Ragged(tokens, starts)
+    return Ragged.of_lengths(numbers[len(texts) :], numbers[: len(texts)])
 
 
 def _encode(vocabulary: Vocabulary, texts: Sequence[str], limit: int) -> bytes:

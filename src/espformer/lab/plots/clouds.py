@@ -89,8 +89,8 @@ def esp_plans(
     return [*soft, NamedPlan(f"Hard ESP, τ = {tau:g}", exact)]
 
 
-def short(error: float) -> str:
+def short(error: float, rounding: float = 1e-12) -> str:
     """Return an error in as few characters as tell it: 1.3, 0.04, 2e-06, and 0 for rounding."""
-    if error < 1e-12:
+    if error < rounding:
         return "0"
     return f"{error:.2g}" if error >= 1e-3 else f"{error:.0e}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,9 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from espformer.lab.plots.style import SERIES, figure_style, headline
+from espformer.lab.plots.style import figure_style, headline, look
 
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _NEEDED = ("operator", "backend", "mode", "tokens", "milliseconds", "status")
 
 
@@ -63,7 +62,10 @@ def runtime(timings: Sequence[Timing], conditions: str) -> Figure:
 
     Where the table has several numbers of heads or several dtypes, the one with most rows is drawn.
     """
-    kept = _most_common(timings, lambda row: (row.heads, row.dtype))
+    if not timings:
+        raise ValueError("no row of the table has a time that passed its check")
+    ((heads, dtype), _), *_ = Counter((row.heads, row.dtype) for row in timings).most_common(1)
+    kept = [row for row in timings if (row.heads, row.dtype) == (heads, dtype)]
     modes = list(dict.fromkeys(row.mode for row in kept))
     names = list(dict.fromkeys(row.series for row in kept))
     panels: list[tuple[str, str, Callable[[Timing], float | None]]] = [
@@ -71,7 +73,6 @@ def runtime(timings: Sequence[Timing], conditions: str) -> Figure:
     ]
     if any(row.peak_mb for row in kept):
         panels.append((modes[-1], "peak memory, MB", lambda row: row.peak_mb))
-    heads, dtype = kept[0].heads, kept[0].dtype
     with figure_style():
         figure = Figure(figsize=(3.9 * len(panels) + 2.2, 4.6), layout="constrained")
         told = f"{heads} head{'' if heads == 1 else 's'}, {dtype}. {conditions}".strip()
@@ -99,12 +100,10 @@ def _lines(
         if number:
             points[row.series][row.tokens] = number
     for name, line in points.items():
-        index = names.index(name)
         tokens = sorted(line)
         axes.plot(
             tokens, [line[n] for n in tokens], label=name, linewidth=1.5, markersize=4,
-            color=SERIES[index % len(SERIES)],
-            marker=_MARKERS[index // len(SERIES) % len(_MARKERS)],
+            **look(names.index(name)),
         )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -114,14 +113,3 @@ def _lines(
     axes.yaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,g}"))
     axes.set_xlabel("tokens N")
     axes.grid(axis="y")
-    axes.set_axisbelow(True)
-
-
-def _most_common(rows: Sequence[Timing], key: Callable[[Timing], tuple[int, str]]) -> list[Timing]:
-    if not rows:
-        raise ValueError("no row of the table has a time that passed its check")
-    counts: dict[tuple[int, str], int] = defaultdict(int)
-    for row in rows:
-        counts[key(row)] += 1
-    best = max(counts, key=lambda k: counts[k])
-    return [row for row in rows if key(row) == best]

@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from espformer.lab.plots.style import SERIES, figure_style, headline
-
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+from espformer.lab.plots.style import figure_style, headline, look
 
 
 class Score(NamedTuple):
@@ -59,13 +57,7 @@ def scores_by_setting(
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for score in scores:
         values[score.series][score.setting].append(score.value)
-    looks = {
-        name: {
-            "color": SERIES[i % len(SERIES)],
-            "marker": _MARKERS[i // len(SERIES) % len(_MARKERS)],
-        }
-        for i, name in enumerate(values)
-    }
+    looks = {name: look(i) for i, name in enumerate(values)}
     shown = [(None, list(values))] if panels is None else list(panels.items())
     with figure_style():
         figure = Figure(figsize=(8.6, 5.0), layout="constrained")
@@ -100,7 +92,7 @@ def _line(
     line: Mapping[str, Sequence[float]],
     places: _Places,
     aside: float,
-    look: Mapping[str, Any],
+    looks: Mapping[str, Any],
 ) -> None:
     known = [setting for setting in places.of if setting in line]
     # Neighbours stand a little apart, so that their bars do not hide each other.
@@ -112,7 +104,7 @@ def _line(
         x,
         [statistics.fmean(line[s]) for s in known],
         yerr=[statistics.stdev(line[s]) if len(line[s]) > 1 else 0.0 for s in known],
-        label=name, capsize=2.5, linewidth=1.6, elinewidth=0.9, markersize=4.5, **look,
+        label=name, capsize=2.5, linewidth=1.6, elinewidth=0.9, markersize=4.5, **looks,
     )  # fmt: skip
 
 
@@ -125,4 +117,3 @@ def _dress(axes: Axes, places: _Places, label: str) -> None:
     else:
         axes.set_xticks(list(places.of.values()), list(places.of))
     axes.grid(axis="y")
-    axes.set_axisbelow(True)

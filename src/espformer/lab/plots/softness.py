@@ -74,7 +74,6 @@ def scores_by_softness(
         axes.set_xlim(min(widths) / 1.25, max(widths) * 1.25)
         axes.set(xlabel="width of the soft sort: √t squared, t absolute", ylabel=unit)
         axes.grid(axis="y")
-        axes.set_axisbelow(True)
         named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
         order = [*lines, *(name for name in named if name not in lines)]
         axes.legend(

@@ -23,6 +23,8 @@ MUTED = "#6B7480"
 GRID = "#E6E9ED"
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5B6470")
 
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
 WEIGHTS = LinearSegmentedColormap.from_list(
     "weights", ["#FFFFFF", "#D6E4F0", "#8DB8DA", "#3F7FB5", "#1D4E89", "#0B2545"]
 )
@@ -38,6 +40,7 @@ _SETTINGS: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": False,
+    "axes.axisbelow": True,
     "grid.color": GRID,
     "grid.linewidth": 0.8,
     "text.color": INK,
@@ -52,6 +55,12 @@ _SETTINGS: dict[Any, Any] = {
     "savefig.facecolor": "white",
     "svg.hashsalt": "espformer",
 }
+
+
+def look(index: int) -> dict[str, Any]:
+    """Return the colour and the marker of a series; no two of the first 49 look alike."""
+    marker = _MARKERS[index // len(SERIES) % len(_MARKERS)]
+    return {"color": SERIES[index % len(SERIES)], "marker": marker}
 
 
 @contextmanager

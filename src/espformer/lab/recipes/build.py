@@ -1,7 +1,7 @@
 """From names in a recipe to objects: mechanisms, and arguments checked before anything is built."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_type_hints
 
 from espformer.lab import data
@@ -33,9 +33,7 @@ def build_mechanism(
     """
     origins = origins or Origins()
     named = parse(Spec, dict(spec) if isinstance(spec, Mapping) else spec, origins, path)
-    if named.name not in _MECHANISMS:
-        hint = nearest(named.name, _MECHANISMS)
-        raise origins.error(path, f"no mechanism is called '{named.name}', {hint}")
+    _check_name("mechanism", named.name, _MECHANISMS, origins, path)
     kind, here = _MECHANISMS[named.name], (*path, named.name)
     arguments = dict(named.arguments)
     check_arguments(kind.__init__, arguments, origins, here)
@@ -57,23 +55,13 @@ def has_sort_temperature(spec: Spec) -> bool:
 
 def check_data(spec: Spec, origins: Origins, path: KeyPath) -> None:
     """Refuse a data set that does not exist, and options that it does not have."""
-    if spec.name not in data.available():
-        hint = nearest(spec.name, data.available())
-        raise origins.error(path, f"no data set is called '{spec.name}', {hint}")
-    known = data.options(spec.name)
-    for name in spec.arguments:
-        if name not in known:
-            hint = nearest(name, known)
-            raise origins.error(
-                (*path, spec.name, name), f"{spec.name} takes no option '{name}', {hint}"
-            )
+    _check_name("data set", spec.name, data.available(), origins, path)
+    _check_given("option", spec.arguments, data.options(spec.name), origins, (*path, spec.name))
 
 
 def check_model(spec: Spec, origins: Origins, path: KeyPath) -> None:
     """Refuse a model that does not exist, and arguments that it does not take."""
-    if spec.name not in available_models():
-        hint = nearest(spec.name, available_models())
-        raise origins.error(path, f"no model is called '{spec.name}', {hint}")
+    _check_name("model", spec.name, available_models(), origins, path)
     here = (*path, spec.name)
     check_arguments(model_class(spec.name), spec.arguments, origins, here, given=("mechanism",))
     for name, value in spec.arguments.items():
@@ -101,7 +89,20 @@ def check_arguments(
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return
     names = [name for name in parameters if name != "self" and name not in given]
-    for name in arguments:
-        if name not in names:
-            hint = nearest(name, names)
-            raise origins.error((*path, name), f"{path[-1]} takes no argument '{name}', {hint}")
+    _check_given("argument", arguments, names, origins, path)
+
+
+def _check_name(
+    what: str, name: str, known: Iterable[str], origins: Origins, path: KeyPath
+) -> None:
+    if name not in known:
+        raise origins.error(path, f"no {what} is called '{name}', {nearest(name, known)}")
+
+
+def _check_given(
+    what: str, given: Iterable[str], known: Iterable[str], origins: Origins, path: KeyPath
+) -> None:
+    for name in given:
+        if name not in known:
+            hint = nearest(name, known)
+            raise origins.error((*path, name), f"{path[-1]} takes no {what} '{name}', {hint}")

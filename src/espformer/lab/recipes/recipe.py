@@ -1,9 +1,8 @@
 """Recipes: found by name, validated, and expanded into runs."""
 
 import copy
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ _IDENTITY = ("recipe", "label", "setting", "seed", "mechanism")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Head:
+class Head:
     """The keys of a recipe that are about the experiment, not about one run."""
 
     title: str
@@ -36,25 +35,19 @@ class _Head:
     mechanisms: dict[str, Spec]
     paper: str | None = None
     note: str = ""
+    """A remark that a reader of the results needs."""
     default_mechanism: str = "espformer"
-    grid: Grid = dataclasses.field(default_factory=Grid)
+    grid: Grid = field(default_factory=Grid)
 
 
-@dataclass(frozen=True)
-class Recipe:
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Head):
     """An experiment: what it compares, and how one of its runs is made."""
 
     name: str
-    title: str
-    task: str
-    paper: str | None
-    default_mechanism: str
-    mechanisms: dict[str, Spec]
-    grid: Grid
-    sections: dict[str, Any]
-    origins: Origins
-    note: str = ""
-    """A remark that a reader of the results needs."""
+    sections: dict[str, Any] = field(default_factory=dict)
+    """The keys that are about one run."""
+    origins: Origins = field(default_factory=Origins)
 
     def run(
         self,
@@ -97,7 +90,7 @@ class Recipe:
             said.append(key)
         _stretch(raw, planned, said)
         kind = _KINDS[self.task]
-        _check_keys(kind, raw, origins)
+        _check_keys(raw, _run_keys(kind), {"mechanism"}, origins)
         seed = self.grid.seeds[0] if seed is None else seed
         identity = {"recipe": self.name, "label": label, "setting": setting, "seed": seed}
         run = parse(kind, {"task": self.task, **raw, **identity}, origins)
@@ -146,18 +139,16 @@ def load_recipe(name: str | Path) -> Recipe:
             raise ConfigError(f"no recipe is called '{name}', {hint} (or give the path of a .yaml)")
         path = Path(str(resources.files("espformer.lab") / "recipes" / f"{name}.yaml"))
     raw, origins = read_yaml(path)
-    head_keys = {f.name for f in dataclasses.fields(_Head)}
+    head_keys = {f.name for f in fields(Head)}
     task = raw.get("task")
     if task not in _KINDS:
         hint = "this key is missing" if task is None else f"got {task!r}"
         raise origins.error(("task",), f"{hint}, {nearest(str(task), _KINDS)}")
-    _check_keys(_KINDS[task], {k: v for k, v in raw.items() if k not in head_keys}, origins, raw)
-    head = parse(_Head, {k: v for k, v in raw.items() if k in head_keys}, origins)
-    sections = {k: v for k, v in raw.items() if k not in head_keys}
-    recipe = Recipe(
-        path.stem, head.title, head.task, head.paper, head.default_mechanism, head.mechanisms,
-        head.grid, sections, origins, head.note.strip(),
-    )  # fmt: skip
+    sections = {key: value for key, value in raw.items() if key not in head_keys}
+    _check_keys(sections, _run_keys(_KINDS[task]), head_keys, origins)
+    head = parse(Head, {key: value for key, value in raw.items() if key in head_keys}, origins)
+    said = {**vars(head), "note": head.note.strip()}
+    recipe = Recipe(name=path.stem, sections=sections, origins=origins, **said)
     for label in head.grid.adjust:
         if label not in head.mechanisms:
             hint = nearest(label, head.mechanisms)
@@ -181,15 +172,14 @@ def run_from_plain(raw: dict[str, Any], file: str) -> Run:
     return parse(kinds[task], raw, origins)
 
 
-def _check_keys(
-    kind: type[Run], raw: dict[str, Any], origins: Origins, whole: dict[str, Any] | None = None
-) -> None:
-    """Refuse a key that neither the experiment nor a run has."""
-    known = {f.name for f in dataclasses.fields(kind)} - set(_IDENTITY) - {"task"}
-    if whole is None:
-        known |= {"mechanism"}
-    else:
-        known |= {f.name for f in dataclasses.fields(_Head)}
+def _run_keys(kind: type[Run]) -> set[str]:
+    """Keys of a run that a recipe may write."""
+    return {f.name for f in fields(kind)} - {*_IDENTITY, "task"}
+
+
+def _check_keys(raw: dict[str, Any], own: set[str], others: set[str], origins: Origins) -> None:
+    """Refuse a key that neither a run nor what is written beside it has."""
+    known = own | others
     for key in raw:
         if key not in known:
             raise origins.error((str(key),), f"unknown key '{key}', {nearest(str(key), known)}")

@@ -13,7 +13,8 @@ from PIL import Image
 from torch import Tensor
 
 from espformer.lab.errors import RunError
-from espformer.lab.report.inspection import Example, Frame, Trained, sum_errors
+from espformer.lab.plots.clouds import sum_errors
+from espformer.lab.report.inspection import Example, Frame, Trained
 from espformer.lab.report.summary import name_of, short
 
 # Sort temperatures of the slider, softest first; the trained one is put among them.
@@ -113,7 +114,7 @@ def softness_content(runs: Sequence[Trained], index: int) -> tuple[list[dict[str
 
 
 def _frame(frame: Frame) -> dict[str, Any]:
-    rows, columns = sum_errors([frame.matrices])
+    rows, columns = sum_errors(frame.matrices)
     return {
         "t": describe_temperature(frame.temperature),
         "accuracy": round(frame.accuracy, 2),
@@ -133,7 +134,7 @@ def describe_temperature(temperature: float | None) -> str:
 
 def _matrix(matrix: Tensor) -> dict[str, Any]:
     """A head's matrix, its sums, and its peak; the cells are encoded once all peaks are known."""
-    rows, columns = sum_errors([matrix])
+    rows, columns = sum_errors(matrix)
     return {
         "cells": _blocks(matrix),
         "rows": [round(value, 3) for value in _thin(matrix.sum(-1))],

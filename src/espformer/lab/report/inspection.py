@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,12 @@ from espformer.lab.data import Task
 from espformer.lab.errors import RunError
 from espformer.lab.recipes.build import has_sort_temperature
 from espformer.lab.recipes.schema import TrainingRun
-from espformer.lab.training.assemble import load_task, load_weights, make_learner
+from espformer.lab.training.annealing import sort_temperatures
 from espformer.lab.training.attention import recorded_calls, slice_weights
-from espformer.lab.training.checkpoints import read_checkpoint
 from espformer.lab.training.learner import Learner
-from espformer.lab.training.posttrain import open_checkpoint
+from espformer.lab.training.posttrain import open_checkpoint, restore
 from espformer.lab.training.run_directory import read_curves, read_results
-from espformer.nn import get_sort_temperatures, harden, set_sort_temperature, soften
+from espformer.nn import harden, set_sort_temperature, soften
 
 # Enough examples for a figure of a page; a table of a paper asks for all of them.
 SCORED = 512
@@ -81,10 +80,7 @@ class Trained:
     @property
     def temperatures(self) -> list[float]:
         """Sort temperatures of all layers, each head's own where they are learnt."""
-        if not self.sorts:
-            return []
-        found = get_sort_temperatures(self.learner.model).values()
-        return [t for value in found for t in (value if isinstance(value, list) else [value])]
+        return sort_temperatures(self.learner.model)
 
     def example(self, index: int) -> Example:
         """Return an example of the test data."""
@@ -162,11 +158,7 @@ def open_run(path: Path, data_directory: str | None = None) -> Trained:
     run, file = open_checkpoint(path)
     if run.task != "classification":
         raise RunError(f"{path}: a page is made of classification runs, this is a {run.task}")
-    if data_directory is not None:
-        run = replace(run, data=replace(run.data, directory=data_directory))
-    task = load_task(run)
-    learner = make_learner(run, task)
-    load_weights(learner.model, read_checkpoint(file)["state_dict"], str(file))
+    run, task, learner = restore(run, file, data_directory)
     learner.eval()
     directory = file.parent
     results = read_results(directory)
@@ -176,14 +168,6 @@ def open_run(path: Path, data_directory: str | None = None) -> Trained:
     trained = read_results(further) and (further / "last.ckpt").exists()
     annealed = open_run(further, data_directory) if trained else None
     return Trained(directory, run, results, read_curves(directory), learner, task, annealed)
-
-
-def sum_errors(matrices: Sequence[Tensor]) -> tuple[float, float]:
-    """Largest distance of a row sum, and of a column sum, from one, over layers and heads."""
-    rows, columns = (
-        max(float((matrix.sum(dim) - 1).abs().max()) for matrix in matrices) for dim in (-1, -2)
-    )
-    return rows, columns
 
 
 def _without_padding(matrix: Tensor, mask: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from espformer.lab.files import refuse_directory, write_atomically
 from espformer.lab.report import sections, svg
 from espformer.lab.report.content import attention_content, softness_content
 from espformer.lab.report.inspection import Trained
-from espformer.lab.report.summary import Summary, summarise
+from espformer.lab.report.summary import NOTE, Summary, summarise
 
 # Colours that can be told apart.
 MOST_RUNS = 8
@@ -50,13 +50,6 @@ _SLICES = """\
 whose plan is cheap. Dashed: all alike. On the first input above.</p>
 <div class="slices">{slices}</div>
 </section>"""
-
-_TABLE_NOTE = (
-    "Accuracy in percent on the test data: soft after training, sharp after further epochs in "
-    "which t falls (the others get none), hard with exact sorting. Off: the largest distance of a "
-    "sum from one, soft → hard, on sixteen test examples. Differential attention is a difference "
-    "of two, which does not sum to one."
-)
 
 
 def write_page(
@@ -115,7 +108,7 @@ def make_page(
         "lead": escape(_lead(runs, summaries)),
         "nav": _navigation(sorts),
         "table": sections.table(summaries),
-        "table_note": _TABLE_NOTE,
+        "table_note": NOTE,
         "training": same if len(runs) > 1 and len(budgets) == 1 else "",
         "legend": sections.legend(runs),
         "curves": curves,

@@ -10,18 +10,9 @@ from typing import Any
 from espformer.lab.plots.clouds import esp_plans, example_clouds, sinkhorn_plans, sum_errors
 from espformer.lab.report import svg
 from espformer.lab.report.inspection import Trained
-from espformer.lab.report.summary import Summary, cells, name_of, short
+from espformer.lab.report.summary import COLUMNS, Summary, cells, name_of, short
 
-_HEADS = {
-    "attention": "Attention",
-    "soft": "Soft",
-    "sharp": "Sharp",
-    "hard": "Hard",
-    "rows off": "Rows off",
-    "columns off": "Columns off",
-    "parameters": "Parameters",
-    "ms/step": "ms / step",
-}
+_HEADS = [name if "/" in name else name.capitalize() for name in COLUMNS]
 _CHARTS = (
     ("loss", "Training loss", "train/loss", 1.0, True),
     ("accuracy", "Validation accuracy, %", "valid/accuracy", 100.0, False),
@@ -41,12 +32,12 @@ def table(rows: Sequence[Summary]) -> str:
         for i in (1, 2, 3)
     ]
     lines = ["<table><thead><tr>"]
-    lines += [f'<th scope="col">{name}</th>' for name in _HEADS.values()]
+    lines += [f'<th scope="col">{name}</th>' for name in _HEADS]
     lines.append("</tr></thead><tbody>")
     for colour, row in enumerate(rows):
         name, *rest = cells(row)
         lines.append(f'<tr><th scope="row"><i class="key c{colour}"></i>{escape(name)}</th>')
-        for index, (head, text) in enumerate(zip(list(_HEADS.values())[1:], rest, strict=True)):
+        for index, (head, text) in enumerate(zip(_HEADS[1:], rest, strict=True)):
             top = index < 3 and row[index + 1] is not None and row[index + 1] == best[index]
             mark = ' class="best"' if top else ""
             lines.append(f'<td data-head="{head}"{mark}>{escape(text)}</td>')

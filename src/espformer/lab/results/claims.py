@@ -7,15 +7,15 @@ if it lies below. p belongs to a two-sided test against the threshold, so p < 0.
 
 import re
 import statistics
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from espformer.lab.data import available, options
 from espformer.lab.recipes.recipe import Recipe
-from espformer.lab.recipes.yaml_schema import read_yaml
+from espformer.lab.recipes.yaml_schema import Origins, Spec, parse, read_yaml
 
 Result = dict[str, Any]
 
@@ -43,6 +43,10 @@ class Claim:
     """It stands on the first page, where the paper's own claims are."""
 
     @property
+    def sentence(self) -> str:
+        return f"{self.says[0].upper()}{self.says[1:]}"
+
+    @property
     def source(self) -> str:
         """Who says so, and whether before these runs."""
         return f"{self.by}, asked after seeing these runs" if self.post_hoc else self.by
@@ -67,6 +71,9 @@ class Verdict(NamedTuple):
 
     outcome: Literal["held", "failed", "open"]
     words: str
+
+    def __str__(self) -> str:
+        return f"{SIGNS[self.outcome]} {self.words}"
 
 
 def _read() -> dict[str, tuple[Claim, ...]]:
@@ -135,9 +142,20 @@ def compare(claim: Claim, results: Sequence[dict[str, Any]]) -> Comparison | Non
     return Comparison(len(pairs), by_setting, mean, low, high, float(tested.pvalue), same)
 
 
-def _batches(result: dict[str, Any]) -> dict[str, Any]:
-    """What decides the batches of a run; an option that older results do not have was off."""
-    data = result.get("config", {}).get("data") or {}
+def _batches(result: Result) -> dict[str, Any]:
+    """What decides the batches of a run; an option that is not written down had its default."""
+    data = {**(result.get("config", {}).get("data") or {})}
+    if data.get("set"):
+        given = parse(Spec, data["set"], Origins())
+        known = options(given.name) if given.name in available() else {}
+        data["set"] = (
+            given.name,
+            {
+                name: value
+                for name, value in given.arguments.items()
+                if name not in known or value != known[name]
+            },
+        )
     elsewhere = ("workers", "directory", "eval_batch_size")
     return {name: value for name, value in data.items() if value and name not in elsewhere}
 
@@ -199,41 +217,56 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def claim_sentences(recipe: Recipe, results: list[Result]) -> list[str]:
-    """Say whether each claim held, with the difference and the test."""
-    lines = [_sentence(claim, found) for claim, found in compared(recipe, results)]
-    return [*lines, ""] if lines else []
-
-
-def claims_table(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
-    """Return all claims of a page, a line each, and how many held; nothing where there is none."""
-    rows, outcomes, afterwards, better = [], Counter[str](), 0, 0
-    for recipe, results in every:
-        for claim, found in compared(recipe, results):
-            reached = verdict(claim, found)
-            outcomes[reached.outcome] += 1
-            afterwards += claim.post_hoc
-            better += claim.margin is None
-            rows.append([
-                SIGNS[reached.outcome],
-                f"[{recipe.name}](#{anchor(recipe.title)})",
-                f"{claim.says[0].upper()}{claim.says[1:]} ({claim.source})",
-                reached.words,
-                gap_in_words(found),
-                "–" if found.p is None else _probability(found.p),
-            ])  # fmt: skip
-    if not rows:
+def claims_table(recipe: Recipe, results: list[Result]) -> list[str]:
+    """Return the claims about an experiment: difference, test and verdict; nothing without any."""
+    found = compared(recipe, results)
+    if not found:
         return []
-    count = len(rows)
-    counts = (
-        f"Of {count} claims, {outcomes['held']} held (✓), {outcomes['failed']} did not (✗), and "
-        f"{outcomes['open']} are not decided (?); {afterwards} were asked after seeing these runs. "
-        "Differences are in points, with 95 % intervals. p values are not corrected for the number "
-        f"of claims: if nothing made a difference, {better / 20:.1f} of the {better} claims that "
-        "something is better would be decided by chance."
+    pooled = any(len(comparison.by_setting) > 1 for _, comparison in found)
+    head = ["claim", "rows", "difference, 95 % interval", "pairs", "p", "verdict"]
+    lines = [[*head, "by setting"] if pooled else head]
+    for claim, comparison in found:
+        rows = [label + SCORES[score] for label, score in (claim.row, claim.other)]
+        if claim.settings is not None:
+            rows = [f"{row}, {only}" for row, only in zip(rows, claim.settings, strict=True)]
+        against = "" if claim.margin is None else f" (against -{claim.margin:g})"
+        cells = [
+            f"{claim.sentence} ({claim.source})",
+            " − ".join(f"`{row}`" for row in rows),
+            gap_in_words(comparison),
+            str(comparison.pairs),
+            "–" if comparison.p is None else _probability(comparison.p) + against,
+            str(verdict(claim, comparison)),
+        ]
+        means = comparison.by_setting.items() if len(comparison.by_setting) > 1 else ()
+        if pooled:
+            cells.append(", ".join(f"{setting} {signed(mean)}" for setting, mean in means))
+        lines.append(cells)
+    return grid(lines)
+
+
+def count_claims(every: Sequence[tuple[Recipe, list[Result]]]) -> str:
+    """Say how many of all claims held, and how many would by chance; nothing without any."""
+    found = [pair for recipe, results in every for pair in compared(recipe, results)]
+    if not found:
+        return ""
+    outcomes = Counter[str](verdict(*pair).outcome for pair in found)
+    afterwards = sum(claim.post_hoc for claim, _ in found)
+    better = sum(claim.margin is None for claim, _ in found)
+    return (
+        f"Of the {len(found)} claims on this page, {in_numbers(outcomes)}; {afterwards} were asked "
+        "after seeing these runs. p values are not corrected for the number of claims: if nothing "
+        f"made a difference, {better / 20:.1f} of the {better} claims that something is better "
+        "would be decided by chance."
     )
-    head = ["", "experiment", "claim", "verdict", "difference", "p"]
-    return ["## Claims", "", *textwrap.wrap(counts, 100), "", *grid([head, *rows])]
+
+
+def in_numbers(outcomes: Counter[str]) -> str:
+    """How many claims held, did not, and are not decided."""
+    return (
+        f"{outcomes['held']} held (✓), {outcomes['failed']} did not (✗), and {outcomes['open']} "
+        "are not decided (?)"
+    )
 
 
 def compared(recipe: Recipe, results: list[Result]) -> list[tuple[Claim, Comparison]]:
@@ -242,34 +275,11 @@ def compared(recipe: Recipe, results: list[Result]) -> list[tuple[Claim, Compari
     return [(claim, comparison) for claim, comparison in found if comparison is not None]
 
 
-def _sentence(claim: Claim, found: Comparison) -> str:
-    text = f"- {claim.says[0].upper()}{claim.says[1:]} ({claim.source}): "
-    rows = [_row(row) for row in (claim.row, claim.other)]
-    if claim.settings is not None:
-        rows = [f"{row}, {only}" for row, only in zip(rows, claim.settings, strict=True)]
-    text += f"**{verdict(claim, found).words}**. `{rows[0]}` minus `{rows[1]}` "
-    text += f"is {signed(found.mean)} points"
-    if found.low is None or found.p is None:
-        return f"{text} in one pair."
-    test = f"paired t-test of {found.pairs} pairs"
-    if claim.margin is not None:
-        test += f" against a loss of {claim.margin:g} points"
-    test += f", p {'' if found.p < 1e-4 else '= '}{_probability(found.p)}"
-    if len(found.by_setting) > 1:
-        means = (f"{setting} {signed(mean)}" for setting, mean in found.by_setting.items())
-        test += f"; {', '.join(means)}"
-    return f"{text}, 95 % interval {_interval(found)} ({test})."
-
-
 def gap_in_words(found: Comparison) -> str:
     """Return the mean difference and its interval, where there is one."""
-    return signed(found.mean) + ("" if found.low is None else f" ({_interval(found)})")
-
-
-def _interval(found: Comparison) -> str:
-    assert found.low is not None
-    assert found.high is not None
-    return f"{signed(found.low)} to {signed(found.high)}"
+    if found.low is None or found.high is None:
+        return signed(found.mean)
+    return f"{signed(found.mean)} ({signed(found.low)} to {signed(found.high)})"
 
 
 def _probability(p: float) -> str:
@@ -279,7 +289,3 @@ def _probability(p: float) -> str:
 def signed(points: float) -> str:
     """Two decimals, or more until one digit is not zero, so that the sign is always visible."""
     return f"{points:+.2f}" if abs(points) >= 0.005 or points == 0 else f"{points:+.1g}"
-
-
-def _row(row: tuple[str, str]) -> str:
-    return row[0] + SCORES[row[1]]

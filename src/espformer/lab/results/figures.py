@@ -3,8 +3,6 @@
 Nothing here imports matplotlib before something is drawn.
 """
 
-import statistics
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -128,7 +126,9 @@ def plot_run(directory: Path) -> Any:
     if not panels:
         raise RunError(f"{directory}: nothing was logged there yet")
     with _style():
-        figure = _figure(4 * len(panels), 3.2)
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
         for axis, (title, names) in zip(
             figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
         ):
@@ -143,40 +143,25 @@ def plot_run(directory: Path) -> Any:
 
 
 def plot_experiment(recipe: Recipe, results: list[dict[str, Any]]) -> Any:
-    """Mean score of each mechanism over the settings, with the range of its runs."""
+    """Mean score of each mechanism by setting, with its standard deviation over runs."""
     if not results:
         raise RunError(f"no run of {recipe.name} is finished yet")
-    score = "mean" if recipe.task == "runtime" else "test"
-    settings = [s for s in recipe.grid.settings if any(r["setting"] == s for r in results)]
+    timed = recipe.task == "runtime"
+    score = "mean" if timed else "test"
     with _style():
-        figure = _figure(6, 4)
-        axis = figure.subplots()
-        for label in recipe.mechanisms:
-            values = _by_setting(results, label, settings, score)
-            if values:
-                means = [statistics.fmean(numbers) for numbers in values.values()]
-                low = [m - min(n) for m, n in zip(means, values.values(), strict=True)]
-                high = [max(n) - m for m, n in zip(means, values.values(), strict=True)]
-                axis.errorbar(
-                    list(values), means, yerr=[low, high], label=label, marker="o", capsize=3
-                )
-        axis.set_xticks(range(len(settings)), settings)
-        axis.set(title=recipe.title, ylabel=results[0]["score"])
-        if recipe.task == "runtime":
-            axis.set_yscale("log")
-        axis.legend()
+        from espformer.lab.plots.scores import Score, scores_by_setting
+
+        scores = [
+            Score(r["mechanism"], r["setting"], r["scores"][score])
+            for r in results
+            if score in r["scores"]
+        ]
+        seeds = len({r["seed"] for r in results})
+        told = f"Mean and standard deviation of {seeds} seed{'' if seeds == 1 else 's'}."
+        figure = scores_by_setting(scores, recipe.title, results[0]["score"], told)
+        if timed:
+            figure.axes[0].set_yscale("log")
         return figure
-
-
-def _by_setting(
-    results: list[dict[str, Any]], label: str, settings: list[str], score: str
-) -> dict[int, list[float]]:
-    """Scores of a mechanism by the place of their setting."""
-    values: dict[int, list[float]] = defaultdict(list)
-    for result in results:
-        if result["mechanism"] == label and score in result["scores"]:
-            values[settings.index(result["setting"])].append(result["scores"][score])
-    return dict(sorted(values.items()))
 
 
 def _style() -> AbstractContextManager[None]:
@@ -185,9 +170,3 @@ def _style() -> AbstractContextManager[None]:
     except ImportError as error:
         raise UserError(f"figures need {how_to_install(error.name, 'plots')}") from None
     return figure_style()
-
-
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")

@@ -2,17 +2,18 @@
 conditions.
 """
 
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from espformer.lab.clock import in_words
-from espformer.lab.recipes.recipe import Recipe
-from espformer.lab.recipes.yaml_schema import Origins, plain, set_path
-from espformer.lab.results.claims import SCORES, claim_sentences, grid
+from espformer.lab.recipes.recipe import Recipe, recipe_names
+from espformer.lab.recipes.yaml_schema import Origins, plain, read_text, set_path
+from espformer.lab.results.claims import SCORES, claims_table, grid
 from espformer.lab.results.paper_numbers import DIFFERENCES, TABLES, Differences, Number, Table
-from espformer.lab.training.run_directory import changes
+from espformer.lab.training.run_directory import WHERE, changes
 
 Result = dict[str, Any]
 
@@ -71,14 +72,25 @@ def markdown(
         lines += _runtime(results)
     else:
         lines += _scores(table, results)
+        if recipe.name in recipe_names():
+            lines += [f"What the rows are: `espformer recipes {recipe.name}`.", ""]
         if picture is not None:
             lines += [f"![{recipe.title}: the scores of the table as a figure]({picture})", ""]
-        lines += claim_sentences(recipe, results) + _behind(results)
-    notes = _footnotes(recipe, results)
-    lines += _conditions(results, notes)
+        lines += claims_table(recipe, results)
     lines += _differences(recipe, table, results)
-    commands = [f"{note}: `{command}`" for command, note in notes.items()]
-    return "\n".join([*lines, "", *commands, *([""] if commands else [])])
+    measured = _attention(results)
+    if measured:
+        measured += [ATTENTION, ""] if level == 1 else []
+        lines += _folded("Attention, sizes and times", measured, level)
+    lines += _folded("Commands and machines", [*_conditions(results), ""], level)
+    return "\n".join(lines)
+
+
+def _folded(title: str, lines: list[str], level: int) -> list[str]:
+    """Lines that a reader of a page with many sections unfolds; as they are at the top level."""
+    if level == 1:
+        return lines
+    return ["<details markdown>", f"<summary>{title}</summary>", "", *lines, "</details>", ""]
 
 
 def _scores(table: Table, results: list[Result]) -> list[str]:
@@ -121,17 +133,31 @@ def _cell(number: Number, column: str) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def _behind(results: list[Result]) -> list[str]:
-    """Write the table behind the scores: sums, sizes, times, learnt temperatures."""
-    heads = {
-        "row_error": "row sums off", "column_error": "column sums off", "entropy": "entropy",
-        "slice_weight": "largest slice weight", "slice_weight_summed": "by summed distances",
-        "spread": "spread", "sort_temperature": "t",
-    }  # fmt: skip
+# What the attention of a run is measured by: the name in its results, and the head of a column.
+_MEASURES = {
+    "row_error": "error of row sums", "column_error": "error of column sums",
+    "entropy": "entropy (uniform: 1)", "slice_weight": "largest slice weight (equal: 1)",
+    "slice_weight_summed": "the same by summed distances", "spread": "spread of projections",
+    "sort_temperature": "t",
+}  # fmt: skip
+
+ATTENTION = """\
+Errors are mean distances of row and column sums from one, and the entropy of a row is relative to a
+uniform one, on four examples of the last evaluation; matrices with negative entries, which
+differential attention may have, are excluded. The largest slice weight is relative to equal
+weights; the column after it is what it would be if costs were neither squared nor divided by the
+number of tokens. The spread is the standard deviation of the sorted projections, and t the
+temperature. All are means over layers and heads, after the last epoch. Examples per second count
+training steps only; runs may have shared the machine with others."""
+"""What the columns of :func:`_attention` are."""
+
+
+def _attention(results: list[Result]) -> list[str]:
+    """Write the table of what attention came out as, sizes, times, and learnt temperatures."""
     known = {name for result in results for name in result.get("attention", {})}
-    heads = {name: head for name, head in heads.items() if name in known}
-    if not any("attention" in result for result in results):
+    if not known:
         return []
+    heads = {name: head for name, head in _MEASURES.items() if name in known}
     learns = any("learnt_sort_temperatures" in result for result in results)
     lines = [
         ["mechanism", *heads.values(), "parameters", "seconds per run", "examples per second"]
@@ -151,20 +177,7 @@ def _behind(results: list[Result]) -> list[str]:
             learnt = [t for r in group for t in r.get("learnt_sort_temperatures", [])]
             cells.append(_range(learnt, ".2g"))
         lines.append(cells)
-    note = [
-        "The table shows mean distances of row and column sums from one, and the entropy of a",
-        "row relative to a uniform one, on four examples of the last evaluation. Matrices with",
-        "negative entries, which differential attention may have, are excluded. Examples per",
-        "second count training steps only; runs may have shared the machine with others.",
-    ]
-    if "slice_weight" in known:
-        note += [
-            "The largest slice weight is relative to equal weights; the next column is what it",
-            "would be if costs were neither squared nor divided by the number of tokens. The",
-            "spread is the standard deviation of the sorted projections, and t the temperature.",
-            "All are means over layers and heads, after the last epoch.",
-        ]
-    return [*grid(lines), *note, ""]
+    return grid(lines)
 
 
 def _seconds(result: Result) -> float | None:
@@ -183,7 +196,7 @@ def _range(values: Sequence[float | None], form: str) -> str:
 
 
 def _runtime(results: list[Result]) -> list[str]:
-    lines = [["setting", "mechanism", "ms, here", "row sums off", "columns off"]]
+    lines = [["setting", "mechanism", "milliseconds", *list(_MEASURES.values())[:2]]]
     for result in results:
         check = result.get("check", {})
         errors = [
@@ -195,17 +208,17 @@ def _runtime(results: list[Result]) -> list[str]:
     return grid(lines)
 
 
-def _footnotes(recipe: Recipe, results: list[Result]) -> dict[str, str]:
-    """Give each command that made runs a footnote, so that it is stated once."""
-    commands = dict.fromkeys(result["command"] for result in results if result.get("command"))
-    return {command: f"[^{recipe.name}-{n}]" for n, command in enumerate(commands, 1)}
+# Options of a command that do not change what comes out.
+_ELSEWHERE = re.compile(r" (--jobs|-j|--save|--output|-o)[ =]\S+| --skip-saved| --no-progress")
 
 
-def _conditions(results: list[Result], notes: dict[str, str]) -> list[str]:
-    """Say where runs were made and by which command: once, or for each part that differs."""
-    parts: dict[tuple[str, str], list[Result]] = defaultdict(list)
+def _conditions(results: list[Result]) -> list[str]:
+    """Say where runs were made and by which command: what all share once, then what differs."""
+    parts: dict[tuple[str, tuple[str, ...]], list[Result]] = defaultdict(list)
     for result in results:
-        parts[result.get("command") or "", _machine(result)].append(result)
+        command = _ELSEWHERE.sub("", result.get("command") or "")
+        parts[command, _machine(result)].append(result)
+    shared = [fact for fact in next(iter(parts))[1] if all(fact in facts for _, facts in parts)]
     known = [seconds for result in results if (seconds := _seconds(result)) is not None]
     every = f"- {_count(results)}; {in_words(sum(known))} of training, summed over runs."
     unknown = len(results) - len(known)
@@ -213,26 +226,24 @@ def _conditions(results: list[Result], notes: dict[str, str]) -> list[str]:
         which = "a run" if unknown == 1 else f"{unknown} runs"
         every += f" Neither this nor the seconds per run count {which} that went on after a stop"
         every += " and did not keep the time before it."
-    if len(parts) == 1:
-        ((command, machine),) = parts
-        made = [f"- Made by one command.{notes[command]}"] if command else []
-        return [*made, f"- On {machine}.", every]
     settings = len({result["setting"] for result in results}) > 1
-    lines = []
-    for (command, machine), part in parts.items():
-        lines.append(f"- {_count(part, settings)}: made on {machine}.{notes.get(command, '')}")
-    return [*lines, every]
+    lines = [every, f"- Made on {'; '.join(shared)}."] if shared else [every]
+    for (command, facts), part in parts.items():
+        rest = [fact for fact in facts if fact not in shared]
+        made = [_count(part, settings), *rest] if len(parts) > 1 else ["command"]
+        if command or rest:
+            lines.append(f"- {'; '.join(made)}" + (f": `{command}`" if command else ""))
+    return lines
 
 
-def _machine(result: Result) -> str:
+def _machine(result: Result) -> tuple[str, ...]:
     """Device, precision and versions behind a run."""
     config, versions = result["config"], result["versions"]
     precision = config.get("trainer", config).get("precision", "")
+    facts = [result["device"], f"precision {precision}", f"torch {versions['torch']}"]
+    facts.append(f"espformer {versions['espformer']}")
     revision = versions.get("revision")
-    return (
-        f"{result['device']}; precision {precision}; torch {versions['torch']}; "
-        f"espformer {versions['espformer']}" + (f" at {revision}" if revision else "")
-    )
+    return (*facts, f"commit {revision}") if revision else tuple(facts)
 
 
 def _count(results: list[Result], settings: bool = False) -> str:
@@ -252,10 +263,15 @@ _TOLD = (
 )  # fmt: skip
 
 
+# Differences that no score of the last epoch depends on.
+_NO_MATTER = ("trainer.validate_every",)
+
+
 def _differences(recipe: Recipe, table: Table, results: list[Result]) -> list[str]:
     """List what is not as in the paper, or not as in the recipe where there is no paper."""
+    of = "paper" if table.caption else "recipe"
+    changed = _changed(recipe, table, results)
     lines = [*DIFFERENCES.get(recipe.name, Differences()).words] if table.caption else []
-    lines += _changed(recipe, table, results)
     lines += [f"{setting}: {why}" for setting, why in table.out_of_reach.items()]
     left = [s for s in recipe.grid.settings if s not in {r["setting"] for r in results}]
     if left:
@@ -268,19 +284,18 @@ def _differences(recipe: Recipe, table: Table, results: list[Result]) -> list[st
         lines.append(f"seeds: {len(seeds)} instead of {len(recipe.grid.seeds)}")
     facts = [fact for r in results for fact in r.get("data", {}).get("differences", [])]
     lines += [f"data: {fact}" for fact in dict.fromkeys(facts)]
-    if not lines:
+    if not lines and not changed:
         return []
-    of = "the paper" if table.caption else "the recipe"
-    return [f"- Differs from {of}:", *(f"  - {line}" for line in lines)]
+    settings = grid([["setting", "here", of], *changed]) if changed else []
+    points = [*(f"- {line}" for line in lines), ""] if lines else []
+    return [f"Differs from the {of}:", "", *settings, *points]
 
 
-def _changed(recipe: Recipe, table: Table, results: list[Result]) -> list[str]:
-    """Say which keys are not those of the paper, as far as it tells, or of the recipe."""
+def _changed(recipe: Recipe, table: Table, results: list[Result]) -> list[list[str]]:
+    """Return key, value here and value there, of the paper as far as it tells, or of the recipe."""
     printed = {label for _, label, _ in table.numbers} if table.numbers else set(recipe.mechanisms)
     theirs = DIFFERENCES.get(recipe.name, Differences()).values
-    changed: dict[tuple[str, str, str], dict[str, list[Result]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
+    changed: dict[tuple[str, str], dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
     for result in results:
         label, setting = result["mechanism"], result["setting"]
         if label not in recipe.mechanisms or setting not in recipe.grid.settings:
@@ -289,32 +304,62 @@ def _changed(recipe: Recipe, table: Table, results: list[Result]) -> list[str]:
         for key, value in theirs.items():
             set_path(asked, tuple(key.split(".")), value, Origins(), "")
         for key, wanted, here in changes(asked, result["config"]):
+            if key == "start.overrides":
+                for name, value in _overrides(here):
+                    changed[f"`{name}` of the runs before", f"as `{asked['start']['recipe']}`"][
+                        value
+                    ].append(result)
             # A key that came later is not known to older results.
-            if here is not None or key.startswith(("mechanism", "model", "data.set")):
+            elif here is not None or key.startswith(("mechanism", "model", "data.set")):
                 theirs_too = label in printed or not key.startswith("mechanism")
-                told = bool(table.caption) and theirs_too and key.startswith(_TOLD)
-                whose = "the paper" if told else "the recipe"
-                changed[key, _value(wanted), whose][_value(here)].append(result)
-    lines = []
-    for (key, wanted, whose), values in changed.items():
-        found = [f"{here}{_only_of(runs, results)}" for here, runs in values.items()]
-        comma = ";" if len(found) > 1 else ","
-        lines.append(f"`{key}` is {_some(found)}{comma} {whose} has {wanted}")
-    return lines
+                told = not table.caption or (theirs_too and key.startswith(_TOLD))
+                there = _value(wanted) + ("" if told else " (recipe)")
+                if key not in _NO_MATTER:
+                    changed[f"`{key}`", there][_value(here)].append(result)
+    return [
+        [key, _some(f"{here}{_only_of(runs, results)}" for here, runs in values.items()), wanted]
+        for (key, wanted), values in changed.items()
+    ]
+
+
+def _overrides(texts: list[str] | None) -> list[tuple[str, str]]:
+    """Keys and values of overrides that scores may depend on."""
+    pairs = [text.split("=", 1) for text in texts or []]
+    return [
+        (key, _value(read_text(value)))
+        for key, value in pairs
+        if tuple(key.split(".")) not in WHERE and key not in _NO_MATTER
+    ]
 
 
 def _value(value: Any) -> str:
+    if value is None:
+        return "–"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _only_of(some: list[Result], results: list[Result]) -> str:
-    """Name the mechanisms and settings of some results, where they are not those of all."""
+    """Name the settings or mechanisms of some results, or both, where they are not all.
+
+    Example:
+        >>> every = [{"setting": s, "mechanism": m} for s in "xy" for m in "abc"]
+        >>> _only_of(every[:3], every), _only_of(every[:2] + every[3:5], every)
+        (' (x)', ' (all but c)')
+    """
+    if len(some) == len(results):
+        return ""
     names = []
-    for field in ("mechanism", "setting"):
+    for field in ("setting", "mechanism"):
+        every = dict.fromkeys(result[field] for result in results)
         here = dict.fromkeys(result[field] for result in some)
-        if len(here) != len({result[field] for result in results}):
-            names.append(_some(sorted(here) if field == "mechanism" else here))
-    return f" ({'; '.join(names)})" if names else ""
+        rest = [name for name in every if name not in here]
+        if rest:
+            short = len(rest) == 1 and len(here) > 1
+            names.append((here, f"all but {rest[0]}" if short else _some(here), field))
+    for here, text, field in names:  # one of the two may say it all
+        if len(some) == sum(result[field] in here for result in results):
+            return f" ({text})"
+    return f" ({'; '.join(text for _, text, _ in names)})" if names else ""
 
 
 def _some(names: Iterable[str]) -> str:

@@ -1,12 +1,13 @@
 """Callbacks that sharpen the sort while a model trains: a falling t, or more of the hard sort."""
 
+from statistics import fmean, geometric_mean
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from espformer.lab.recipes.schema import Annealing, StraightThrough
-from espformer.lab.training.learner import Learner
+from espformer.lab.training.learner import LOG_EVERY, Learner
 from espformer.nn import ESP, anneal, set_sort_temperature, set_straight_through
 
 
@@ -32,7 +33,7 @@ class AnnealTemperature(Callback):
                 set_sort_temperature(model, self.config.start)
             anneal(model, self.config.factor)
             self.epoch = trainer.current_epoch
-        pl_module.log("sort_temperature", _mean_temperature(model), rank_zero_only=True)
+        pl_module.log("sort_temperature", fmean(sort_temperatures(model)), rank_zero_only=True)
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch}
@@ -41,17 +42,53 @@ class AnnealTemperature(Callback):
         self.epoch = state_dict["epoch"]
 
 
-def _mean_temperature(model: torch.nn.Module) -> float:
-    """Over all mechanisms and, where they are learnt, heads."""
-    means = []
+def sort_temperatures(model: torch.nn.Module) -> list[float]:
+    """Return the sort temperatures of all mechanisms and, where they are learnt, heads."""
+    found: list[float] = []
     for mechanism in model.modules():
         if isinstance(mechanism, ESP):
             with torch.no_grad():
-                value: Any = torch.as_tensor(mechanism.sort_temperature)
+                value: Any = torch.as_tensor(mechanism.sort_temperature, dtype=torch.float64)
             # With FSDP each process has the temperatures of some heads.
             value = value.full_tensor() if hasattr(value, "full_tensor") else value
-            means.append(float(value.double().mean()))
-    return sum(means) / len(means)
+            found += value.flatten().tolist()
+    return found
+
+
+class AnnealByStep(Callback):
+    """The sort temperature goes from what it is to `end`, by the same factor before each step.
+
+    Where temperatures differ, after a calibration, their geometric mean ends there. They are part
+    of the weights, so a run that goes on from a checkpoint goes on here too.
+    """
+
+    def __init__(self, end: float) -> None:
+        self.end = end
+        self.start: float | None = None
+        self.factor = 1.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        model = _model(pl_module)
+        if self.start is None:
+            self.start = geometric_mean(sort_temperatures(model))
+        steps = int(trainer.estimated_stepping_batches)
+        self.factor = (self.end / self.start) ** (1 / max(1, steps))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"start": self.start}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.start = state_dict["start"]
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        model = _model(pl_module)
+        if trainer.fit_loop.total_batch_idx % trainer.accumulate_grad_batches == 0:
+            anneal(model, self.factor)
+        if (trainer.global_step + 1) % LOG_EVERY == 0:
+            mean = fmean(sort_temperatures(model))
+            pl_module.log("sort_temperature", mean, rank_zero_only=True)
 
 
 class StraightThroughShare(Callback):

@@ -11,9 +11,14 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from espformer.lab.clock import Stopwatch
-from espformer.lab.errors import RunError
+from espformer.lab.errors import RunError, first_line
 from espformer.lab.files import check_directory, replacing
 from espformer.lab.training.learner import MARK, Learner
+
+
+def checkpoint_file(path: Path, which: str) -> Path:
+    """Return the checkpoint `which` of a run's directory, or the file itself if it is one."""
+    return path / f"{which}.ckpt" if path.is_dir() else path
 
 
 def read_checkpoint(path: Path, *, device: str = "cpu") -> dict[str, Any]:
@@ -27,7 +32,7 @@ def read_checkpoint(path: Path, *, device: str = "cpu") -> dict[str, Any]:
         checkpoint = torch.load(path, map_location=device, weights_only=True)
     except (RuntimeError, EOFError, zipfile.BadZipFile, ValueError, OSError) as error:
         raise RunError(
-            f"{path}: cannot be read, it is cut off or damaged ({_first_line(error)}). Nothing was "
+            f"{path}: cannot be read, it is cut off or damaged ({first_line(error)}). Nothing was "
             "changed; restore the file, or move it away to begin this run again"
         ) from None
     except Exception:  # UnpicklingError, and whatever a file that was never one leads to
@@ -41,10 +46,6 @@ def read_checkpoint(path: Path, *, device: str = "cpu") -> dict[str, Any]:
             "of its run). Nothing was changed"
         )
     return checkpoint
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -61,7 +62,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             # A full disk reaches us as a RuntimeError of torch's file writer.
             free = shutil.disk_usage(Path(path).parent).free
             raise RunError(
-                f"{path}: the checkpoint could not be written ({_first_line(error)}; "
+                f"{path}: the checkpoint could not be written ({first_line(error)}; "
                 f"{free / 2**20:.0f} MB free). The one before it is as it was"
             ) from error
 

@@ -14,6 +14,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from espformer.lab.clock import Stopwatch
+from espformer.lab.files import tail
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -39,13 +40,11 @@ def listener() -> Listener | None:
 
 def last_event(path: Path) -> Event:
     """Read the newest event of a file; nothing where there is none, or while it is written."""
+    whole = tail(path).rpartition("\n")[0]
     try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
-            whole = file.read().decode("utf-8", errors="replace").rpartition("\n")[0]
         event: Event = json.loads(whole.rpartition("\n")[2])
         return event
-    except (OSError, ValueError):
+    except ValueError:
         return {}
 
 

@@ -29,6 +29,7 @@ from rich.progress import (
 )
 
 from espformer.lab.errors import RunError
+from espformer.lab.files import tail
 from espformer.lab.recipes.build import build_mechanism
 from espformer.lab.recipes.recipe import Recipe
 from espformer.lab.recipes.schema import Run, TimingRun, TrainingRun
@@ -363,16 +364,6 @@ def _environment(slot: int, at_once: int) -> dict[str, str]:
     return environment
 
 
-def _tail(job: Job) -> list[str]:
-    try:
-        with open(job.log, "rb") as file:
-            file.seek(max(0, job.log.stat().st_size - 4096))
-            text = file.read().decode("utf-8", errors="replace")
-    except OSError:
-        return []
-    return [line.strip() for line in text.splitlines() if line.strip()]
-
-
 def _last_line(job: Job) -> str:
-    lines = _tail(job)
+    lines = [line.strip() for line in tail(job.log).splitlines() if line.strip()]
     return lines[-1] if lines else "no message"

@@ -18,16 +18,16 @@ A logistic regression is convex: it has one solution, no seed, and leaves the en
 
 import dataclasses
 import json
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 from safetensors.torch import load, save
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from espformer.integrations import calibrate
@@ -39,16 +39,15 @@ from espformer.lab.recipes.build import build_mechanism
 from espformer.lab.recipes.recipe import Recipe
 from espformer.lab.recipes.schema import FinetuneRun, Grid
 from espformer.lab.recipes.yaml_schema import Origins, Spec, parse, read_text
+from espformer.lab.training.annealing import AnnealByStep
 from espformer.lab.training.events import SILENCE_SECONDS
-from espformer.lab.training.learner import LOG_EVERY, MARK, Classifier
-from espformer.lab.training.optimizers import make_optimizer
+from espformer.lab.training.learner import MARK, Classifier
 from espformer.lab.training.pretrained import (
     head_for,
     load_texts,
     make_classifier,
     weights_info,
 )
-from espformer.nn import anneal, get_sort_temperatures
 
 TASKS = ("tweeteval", "imdb")
 # Tokens kept of a text: no tweet is longer, and two of three reviews are shorter.
@@ -77,7 +76,7 @@ def read_attentions(texts: Sequence[str]) -> dict[str, Spec]:
     return attentions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Experiment(Recipe):
     """An experiment that a command line asks for, as a recipe: for tables of its results."""
 
@@ -162,12 +161,9 @@ def make_experiment(
         title=f"Fine-tuning {name} on {task}: other attentions in a model trained with softmax"
         + (", calibrated first" if calibrated else ""),
         task="classification",
-        paper=None,
         default_mechanism=next(iter(attentions)),
         mechanisms=attentions,
         grid=Grid(seeds=list(seeds), settings={_setting(rate): {} for rate in rates}),
-        sections={},
-        origins=origins,
         made=made,
     )
 
@@ -283,17 +279,10 @@ class FinetuneLearner(Classifier):
         about = {"macro_recall": recalls, "weights": weights_info(self.finetune.path)}
         return about if self.calibration is None else {**about, "calibration": self.calibration}
 
-    def configure_optimizers(self) -> Any:
-        config = self.run.optimizer
-        # Lightning does not clip for fused optimisers under autocast.
-        mixed = self.run.trainer.precision.endswith("mixed")
-        optimizer = make_optimizer(self.model, config, allow_fused=not mixed)
+    def schedule(self, optimizer: Optimizer) -> dict[str, Any]:
         steps, warmup = int(self.trainer.estimated_stepping_batches), self.finetune.warmup
-        schedule = LambdaLR(optimizer, lambda step: warm_up_and_decay(step, steps, warmup))
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
+        factor = LambdaLR(optimizer, lambda step: warm_up_and_decay(step, steps, warmup))
+        return {"scheduler": factor, "interval": "step"}
 
     def on_test_epoch_start(self) -> None:
         super().on_test_epoch_start()
@@ -346,45 +335,3 @@ def _say_sometimes() -> Callable[[int, int, float], None]:
             print(f"calibration, step {step}/{steps}, loss {loss:.4f}", flush=True)
 
     return say
-
-
-class AnnealByStep(Callback):
-    """The sort temperature goes from what it is to `end`, by the same factor before each step.
-
-    Where temperatures differ, after a calibration, their geometric mean ends there. They are part
-    of the weights, so a run that goes on from a checkpoint goes on here too.
-    """
-
-    def __init__(self, end: float) -> None:
-        self.end = end
-        self.start: float | None = None
-        self.factor = 1.0
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        model: Any = pl_module.model
-        if self.start is None:
-            self.start = statistics.geometric_mean(_temperatures(model))
-        steps = int(trainer.estimated_stepping_batches)
-        self.factor = (self.end / self.start) ** (1 / max(1, steps))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"start": self.start}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.start = state_dict["start"]
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        model: Any = pl_module.model
-        if trainer.fit_loop.total_batch_idx % trainer.accumulate_grad_batches == 0:
-            anneal(model, self.factor)
-        if (trainer.global_step + 1) % LOG_EVERY == 0:
-            mean = statistics.fmean(_temperatures(model))
-            pl_module.log("sort_temperature", mean, rank_zero_only=True)
-
-
-def _temperatures(model: nn.Module) -> list[float]:
-    """Return the sort temperatures of all mechanisms and, where they are learnt, heads."""
-    found = get_sort_temperatures(model).values()
-    return [t for one in found for t in (one if isinstance(one, list) else [one])]

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from espformer.lab.data import Task
 from espformer.lab.recipes.schema import Schedule, TrainingRun
@@ -146,6 +147,10 @@ class Learner(LightningModule):
         """Return what this task adds to the results; `recalls` are macro recalls by score."""
         return {}
 
+    def measure(self, stage: str, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Mean loss of a batch, which is counted for the stage, and what else it gives."""
+        raise NotImplementedError
+
     @torch.no_grad()
     def prepare(self, inputs: Tensor, *, training: bool) -> Tensor:
         """Turn the stored inputs of a batch into those of the model."""
@@ -170,10 +175,12 @@ class Learner(LightningModule):
         # Lightning does not clip for fused optimisers under autocast.
         clips_mixed = config.clip_norm is not None and self.run.trainer.precision.endswith("mixed")
         optimizer = make_optimizer(self.model, config, allow_fused=not clips_mixed)
-        schedule = make_schedule(
-            optimizer, self.continued or self.run.schedule, config.learning_rate
-        )
-        return {"optimizer": optimizer, "lr_scheduler": schedule}
+        return {"optimizer": optimizer, "lr_scheduler": self.schedule(optimizer)}
+
+    def schedule(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return how the learning rate changes, in the form that Lightning takes."""
+        rate = self.run.optimizer.learning_rate
+        return make_schedule(optimizer, self.continued or self.run.schedule, rate)
 
     def on_train_start(self) -> None:
         self.means_of["train"].prepare(self.device)

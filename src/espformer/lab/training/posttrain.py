@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import nn
 
+from espformer.lab.data import Task
 from espformer.lab.errors import RunError
 from espformer.lab.files import LOCK, check_directory, lock, write_atomically
 from espformer.lab.machine import run_conditions
@@ -19,7 +20,7 @@ from espformer.lab.recipes.build import has_sort_temperature
 from espformer.lab.recipes.recipe import run_from_plain
 from espformer.lab.recipes.schema import Annealing, Schedule, Start, TrainingRun
 from espformer.lab.training.assemble import TaskData, load_task, load_weights, make_learner
-from espformer.lab.training.checkpoints import read_checkpoint
+from espformer.lab.training.checkpoints import checkpoint_file, read_checkpoint
 from espformer.lab.training.events import Listener
 from espformer.lab.training.learner import MARK, Learner
 from espformer.lab.training.trainer import execute, make_trainer, score_percent
@@ -32,14 +33,11 @@ _SOFT = "take a soft checkpoint, such as --checkpoint last"
 
 def open_checkpoint(path: Path, which: str = "last") -> tuple[TrainingRun, Path]:
     """Return the run that a directory or a checkpoint file belongs to, and the checkpoint."""
-    if path.is_dir():
-        file = path / f"{which}.ckpt"
-        if not file.exists():
-            there = [name for name in CHECKPOINTS if (path / f"{name}.ckpt").exists()]
-            hint = f"there is {', '.join(there)}" if there else "no run was trained there"
-            raise RunError(f"{path}: has no checkpoint '{which}', {hint}")
-    else:
-        file = path
+    file = checkpoint_file(path, which)
+    if path.is_dir() and not file.exists():
+        there = [name for name in CHECKPOINTS if checkpoint_file(path, name).exists()]
+        hint = f"there is {', '.join(there)}" if there else "no run was trained there"
+        raise RunError(f"{path}: has no checkpoint '{which}', {hint}")
     said = read_checkpoint(file)[MARK]["run"]
     if said.get("task") == "finetuning":
         raise RunError(
@@ -166,13 +164,20 @@ def _is_hard(model: nn.Module) -> bool:
     return any(isinstance(module, ESP) and module.hard for module in model.modules())
 
 
-def _ready(
-    run: TrainingRun, file: Path, data_directory: str | None, progress: bool | None
-) -> tuple[Learner, TaskData, Trainer]:
+def restore(
+    run: TrainingRun, file: Path, data_directory: str | None
+) -> tuple[TrainingRun, Task, Learner]:
+    """Return a run with its data, which may be elsewhere now, and the model of a checkpoint."""
     if data_directory is not None:
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, directory=data_directory))
     task = load_task(run)
     learner = make_learner(run, task)
     load_weights(learner.model, read_checkpoint(file)["state_dict"], str(file))
-    trainer = make_trainer(run, None, progress=progress)
-    return learner, TaskData(run, task), trainer
+    return run, task, learner
+
+
+def _ready(
+    run: TrainingRun, file: Path, data_directory: str | None, progress: bool | None
+) -> tuple[Learner, TaskData, Trainer]:
+    run, task, learner = restore(run, file, data_directory)
+    return learner, TaskData(run, task), make_trainer(run, None, progress=progress)

@@ -1,19 +1,17 @@
 """A pre-trained encoder with another attention, a linear head on it, and texts for both."""
 
-import hashlib
-import json
-import struct
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from espformer.integrations import convert
 from espformer.lab.clock import Stopwatch
 from espformer.lab.data import Task, TensorSet, imdb, tweeteval
 from espformer.lab.data.base import hold_out
-from espformer.lab.data.files import DataError, Files, Source, find
+from espformer.lab.data.files import DataError, Files, Source, find, sha256
 from espformer.lab.data.reading import read_labels, read_table, read_texts
 from espformer.lab.errors import RunError
 from espformer.lab.recipes.build import build_mechanism
@@ -21,7 +19,7 @@ from espformer.lab.recipes.recipe import run_from_plain
 from espformer.lab.recipes.schema import FinetuneRun
 from espformer.lab.recipes.yaml_schema import Spec
 from espformer.lab.training.assemble import load_weights
-from espformer.lab.training.checkpoints import read_checkpoint
+from espformer.lab.training.checkpoints import checkpoint_file, read_checkpoint
 from espformer.lab.training.events import SILENCE_SECONDS
 from espformer.lab.training.learner import MARK
 
@@ -126,8 +124,7 @@ def load_classifier(directory: str | Path, which: str = "last") -> PooledClassif
     Returns:
         Its ``encoder`` is a model of transformers, with ``save_pretrained``.
     """
-    path = Path(directory)
-    file = path / f"{which}.ckpt" if path.is_dir() else path
+    file = checkpoint_file(Path(directory), which)
     checkpoint = read_checkpoint(file)
     run = run_from_plain(checkpoint[MARK]["run"], str(file))
     if not isinstance(run, FinetuneRun):
@@ -200,14 +197,10 @@ def weights_info(path: str) -> dict[str, Any]:
     file = Path(path) / "model.safetensors"
     if not file.is_file():
         return {"path": path}
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        stream.seek(0)
-        (size,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(size))
-    stored = {entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
+    with safe_open(file, "pt") as weights:
+        stored = {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
     kinds = sorted(kind for kind in stored if not kind.startswith(("I", "U")))
-    return {"path": path, "sha256": digest, "stored_in": kinds}
+    return {"path": path, "sha256": sha256(file), "stored_in": kinds}
 
 
 def load_texts(run: FinetuneRun) -> Task:

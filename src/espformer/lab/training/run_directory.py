@@ -15,10 +15,10 @@ from espformer.lab.recipes.yaml_schema import plain
 
 # Where descriptions hold the arguments that were given, and no others.
 _GIVEN = (("mechanism",), ("model",), ("data", "set"))
-# Defaults for old runs that do not state these keys. Then: keys that may differ between two
-# attempts at one run, because they change only where it is computed.
+# Defaults for old runs that do not state these keys.
 _FORMER = (("temperature_unit", "absolute"), ("slicer", "axis"))
-_WHERE = (
+# Keys that may differ between two attempts at one run: they change only where it is computed.
+WHERE = (
     ("data", "workers"), ("data", "directory"), ("trainer", "accelerator"), ("trainer", "devices"),
     ("trainer", "strategy"), ("trainer", "checkpoint_minutes"), ("trainer", "compile"),
     ("trainer", "attention_statistics"), ("trainer", "cuda_graph"),
@@ -110,7 +110,7 @@ def changes(asked: dict[str, Any], there: dict[str, Any]) -> list[tuple[str, Any
     return [
         (".".join(key), ours.get(key), theirs.get(key))
         for key in sorted({*ours, *theirs})
-        if value(ours, key) != value(theirs, key) and key not in _WHERE
+        if value(ours, key) != value(theirs, key) and key not in WHERE
     ]
 
 

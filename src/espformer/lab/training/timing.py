@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,6 @@ from espformer.lab.recipes.yaml_schema import Spec, plain
 from espformer.lab.training import cuda_graphs
 from espformer.lab.training.assemble import TaskData, load_task, make_learner
 from espformer.lab.training.attention import attention_statistics
-from espformer.lab.training.learner import Classifier, Learner
-from espformer.lab.training.optimizers import make_optimizer
 from espformer.nn import Attention
 
 ROUNDS = 5
@@ -138,8 +137,10 @@ def compare_with_softmax(run: TrainingRun, task: Task, device: torch.device) -> 
         and the conditions.
     """
     both = [run, dataclasses.replace(run, mechanism=Spec("softmax", {}))]
+    examples: Any = task.train
+    batch = _batch(task, torch.arange(run.data.batch_size) % len(examples), device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        steps = [_training_step(one, task, device) for one in both]
+        steps = [partial(_training_step(one, task, device), batch) for one in both]
     counts = []
     for step in steps:
         for _ in range(cuda_graphs.WARM_UP + 2):
@@ -171,34 +172,33 @@ def throughput_line(measured: dict[str, Any]) -> str:
     )
 
 
-def _training_step(run: TrainingRun, task: Task, device: torch.device) -> Callable[[], None]:
-    """Make a function that does a whole training step, always on the same batch."""
+def _training_step(
+    run: TrainingRun, task: Task, device: torch.device
+) -> Callable[[dict[str, Tensor]], None]:
+    """Make a function that does a whole training step on a batch, as the run does it."""
     eager = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, cuda_graph=False))
     learner = make_learner(eager, task).to(device)
-    assert isinstance(learner, Classifier)
-    if run.trainer.precision.endswith("-true"):
-        learner.model.to(_DTYPES[run.trainer.precision])
+    precision = run.trainer.precision
+    if precision.endswith("-true"):
+        learner.model.to(_DTYPES[precision])
     learner.train()
     optimizer = learner.configure_optimizers()["optimizer"]
-    examples: Any = task.train
-    batch = _batch(task, torch.arange(run.data.batch_size) % len(examples), device)
-    mixed = run.trainer.precision.endswith("-mixed")
+    mixed = precision.endswith("-mixed")
 
-    def step(inputs: dict[str, Tensor]) -> None:
+    def step(batch: dict[str, Tensor]) -> None:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device.type, torch.bfloat16) if mixed else contextlib.nullcontext():
-            loss, _ = learner.measure("train", inputs)
+            loss, _ = learner.measure("train", batch)
         loss.backward()
         if run.optimizer.clip_norm is not None:
             nn.utils.clip_grad_norm_(learner.model.parameters(), run.optimizer.clip_norm)
         optimizer.step()
 
     if not run.trainer.cuda_graph:
-        return lambda: step(batch)
+        return step
     rates = cuda_graphs.Rates(optimizer, device)
     recorder = cuda_graphs.make_recorder(device)
-    recorded = cuda_graphs.StepGraphs(step, recorder, rates, run.data.batch_size)
-    return lambda: recorded(batch)
+    return cuda_graphs.StepGraphs(step, recorder, rates, run.data.batch_size)
 
 
 def _batch(task: Task, rows: Any, device: torch.device) -> dict[str, Tensor]:
@@ -322,17 +322,12 @@ def _seconds_per_example(run: TrainingRun, task: Task) -> float | str:
     Of sentence pairs it is the time per token of a batch as the training has them.
     """
     device = _device(run.trainer.accelerator)
-    learner = make_learner(run, task).to(device)
-    optimizer = make_optimizer(learner.model, run.optimizer)
-    half = "bf16" in run.trainer.precision or run.trainer.precision.startswith("16")
+    eager = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, cuda_graph=False))
+    train = _training_step(eager, task, device)
     examples: Any = task.train
 
     def step() -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=half):
-            loss = _rough_loss(learner, _batch(task, range(count), device))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train(_batch(task, range(count), device))
 
     # Two at least: batch norms need a variance.
     most = max(2, min(run.data.batch_size, 64, len(examples)))
@@ -349,15 +344,3 @@ def _seconds_per_example(run: TrainingRun, task: Task) -> float | str:
         batch = _batch(task, range(count // 2), device)
         rate *= count // 2 / max(batch[name].numel() for name in ("source", "target"))
     return rate
-
-
-def _rough_loss(learner: Learner, batch: dict[str, Tensor]) -> Tensor:
-    """Return a number that costs what a loss costs, whatever the task."""
-    model = learner.model
-    if "source" in batch:
-        logits = model(batch["source"], batch["target"][:, :-1], source_mask=batch["source_mask"])
-    else:
-        inputs = learner.prepare(batch["inputs"], training=True)
-        logits = model(inputs, mask=batch.get("mask"))
-    total: Tensor = logits.float().logsumexp(-1).mean()
-    return total

@@ -58,17 +58,17 @@ class Translator(Learner):
         self._searches = True
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss, tokens = self._measure("train", batch, self.run.label_smoothing)
+        loss, tokens = self.measure("train", batch)
         self.log_loss(loss)
         return self.weighted(loss, tokens)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._measure("valid", batch, smoothing=0.0)
+        self.measure("valid", batch)
         if self._searches:
             self._translate(batch)
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._measure("test", batch, smoothing=0.0)
+        self.measure("test", batch)
         self._translate(batch)
 
     def on_validation_epoch_start(self) -> None:
@@ -94,9 +94,7 @@ class Translator(Learner):
         super().on_test_epoch_end()
         self._log_bleu("test", self.task.test, self.trainer.test_dataloaders)
 
-    def _measure(
-        self, stage: str, batch: dict[str, Tensor], smoothing: float
-    ) -> tuple[Tensor, Tensor]:
+    def measure(self, stage: str, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Mean loss over the tokens to predict, and their number."""
         given, wanted = batch["target"][:, :-1], batch["target"][:, 1:]
         present = batch["target_mask"][:, 1:]
@@ -104,7 +102,7 @@ class Translator(Learner):
         loss = F.cross_entropy(
             at_least_float32(logits.flatten(0, 1)),
             wanted.masked_fill(~present, -100).flatten(),
-            label_smoothing=smoothing,
+            label_smoothing=self.run.label_smoothing if stage == "train" else 0.0,
         )
         tokens = present.sum()
         self.means_of[stage].add(loss, tokens)

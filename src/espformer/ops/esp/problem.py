@@ -160,7 +160,9 @@ def slice_weights(
     if costs is not None:
         power = cost_exponent / 2
         if power != 1:
-            costs = costs.clamp(min=least_cost(costs.dtype)) ** power
+            # NaN is not below the least cost, so it keeps its gradient; clamp would give it none.
+            least = least_cost(costs.dtype)
+            costs = costs.masked_fill(costs < least, least) ** power
         logits = -inverse_temperature * costs
     if slice_logits is not None:
         logits = slice_logits if logits is None else logits + slice_logits

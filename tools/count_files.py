@@ -1,7 +1,7 @@
 """Count the files that a recipe and an operator call pass through, and the lines of each package.
 
-    python tools/count_walks.py              # the walks and the lines
-    python tools/count_walks.py --lines REV  # lines by package in a commit, and now
+    python tools/count_files.py              # files of three tasks, and lines
+    python tools/count_files.py --lines REV  # lines by package in a commit, and now
 
 The files are traced: a small task is performed, and every file of the package in which a function
 is called is listed, in the order of the first calls.
@@ -65,7 +65,7 @@ def _importing(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def recipe_walk() -> list[Path]:
+def files_of_a_recipe() -> list[Path]:
     """Train one run of a recipe for a step, keep its results, and write RESULTS.md of them."""
     from espformer.lab.recipes.recipe import load_recipe
     from espformer.lab.results.page import results_page
@@ -86,7 +86,7 @@ def recipe_walk() -> list[Path]:
     return found
 
 
-def query_walk(backend: str) -> list[Path]:
+def files_of_a_call(backend: str) -> list[Path]:
     """Compute ESP attention of a few tokens once, after a first call that prepares."""
     import torch
 
@@ -115,7 +115,7 @@ def files_now() -> Iterator[tuple[str, int]]:
         yield str(path.relative_to(PACKAGE)), len(path.read_text("utf-8").splitlines())
 
 
-def files_of(revision: str) -> Iterator[tuple[str, int]]:
+def files_at(revision: str) -> Iterator[tuple[str, int]]:
     names = _git("ls-tree", "-r", "--name-only", revision, "src/espformer").splitlines()
     for name in names:
         if name.endswith(".py"):
@@ -134,15 +134,18 @@ def main() -> int:
     options = parser.parse_args()
     now = lines_by_package(files_now)
     if options.lines:
-        then = lines_by_package(lambda: files_of(options.lines))
+        then = lines_by_package(lambda: files_at(options.lines))
         for name in sorted({*then, *now}):
             print(f"{name:<20} {then[name]:>7,} → {now[name]:>7,}")
         print(f"{'all':<20} {then.total():>7,} → {now.total():>7,}")
         return 0
     good = True
-    walks = {"recipe": recipe_walk, **{b: lambda b=b: query_walk(b) for b in ("linear", "triton")}}
-    for name, walk in walks.items():
-        found = walk()
+    tasks = {
+        "recipe": files_of_a_recipe,
+        **{b: lambda b=b: files_of_a_call(b) for b in ("linear", "triton")},
+    }
+    for name, task in tasks.items():
+        found = task()
         counted = [path for path in found if name != "recipe" or path.parts[0] == "lab"]
         good = good and len(counted) <= LIMITS[name]
         print(f"{name}: {len(counted)} files (at most {LIMITS[name]})")
