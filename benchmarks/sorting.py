@@ -1,8 +1,9 @@
 """Differentiable sorts side by side, forward and backward: ``python -m benchmarks.sorting``.
 
-There are three tasks: sort numbers, rank them, and sort rows of eight values by one number. Every
-method runs in a separate process for each task and batch size, with limits of time and memory, so
-that a failure does not affect others and its peak memory is its own. Lengths ascend. Other
+There are three tasks: sort numbers, rank them, and sort rows of eight values by one number. On a
+CPU every method runs in a separate process for each task and batch size, with limits of time and
+memory, so that a failure does not affect others and its peak memory is its own. On a GPU, which
+counts its memory itself, methods share a process until one fails. Lengths ascend. Other
 libraries are measured if they can be imported: torchsort, fast-soft-sort, diffsort and SoftTorch;
 the table lists those that cannot.
 
@@ -44,6 +45,7 @@ LENGTHS, BATCHES, WIDTH = (100, 1_000, 10_000, 100_000, 1_000_000), (1, 64), 8
 TEMPERATURE = 0.1  # shares of the spread, which is one here
 SECONDS, GIGABYTES = 8.0, 8.0  # limits: of one size, and again of its check; of a process
 IMPORTS = 60.0  # seconds until a process has begun
+COMPILES = 40.0  # seconds of the first call of a size on a GPU, which is not timed
 DENSE_ORACLE = 1e7  # entries of all matrices: up to here the oracle is the dense formula
 TORCH_ORACLE = 2e6  # numbers: up to here the oracle of ours is the operator in torch
 TOLERANCE, PEER_TOLERANCE = 1e-3, 1e-2
@@ -197,6 +199,9 @@ def measure(task: str, method: str, count: int, batch: int, device: str) -> Iter
     tensors = inputs(task, batch, count, device, torch.float32)
     cuda = device == "cuda"
     if cuda:
+        forward_backward(sort, tensors)  # kernels are compiled
+        torch.cuda.synchronize()
+        yield {"compiled": True}
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     else:
@@ -222,21 +227,31 @@ def measure(task: str, method: str, count: int, batch: int, device: str) -> Iter
     yield {"error": largest_error(got, forward_backward(sort, exact))}
 
 
-def measure_all(task: str, method: str, batch: int, counts: list[int], device: str) -> None:
-    """Prints a line when a size starts, when it has been timed and when it has been checked."""
-    forward_backward(METHODS[task][method], inputs(task, 1, 8, device, torch.float32))
-    for count in counts:
-        print(json.dumps({"count": count}), flush=True)
-        for found in measure(task, method, count, batch, device):
-            print(json.dumps(found), flush=True)
+def measure_all(task: str, methods: list[str], batch: int, counts: list[int], device: str) -> None:
+    """Prints a line when a size starts, when it has been timed and when it has been checked.
+
+    A method that runs out of the GPU's memory is left there, and the next one starts.
+    """
+    for method in methods:
+        forward_backward(METHODS[task][method], inputs(task, 1, 8, device, torch.float32))
+        for count in counts:
+            print(json.dumps({"method": method, "count": count}), flush=True)
+            try:
+                for found in measure(task, method, count, batch, device):
+                    print(json.dumps(found), flush=True)
+            except torch.OutOfMemoryError:
+                print(json.dumps({"status": "out of memory"}), flush=True)
+                torch.cuda.empty_cache()
 
 
-def run(task: str, method: str, batch: int, counts: list[int], device: str) -> dict[int, dict]:
-    """What a fresh process measured for each length, up to the first failure, and its cause."""
+def run(
+    task: str, methods: list[str], batch: int, counts: list[int], device: str
+) -> dict[str, dict[int, dict]]:
+    """What a fresh process measured of each method, by length, up to a failure, and its cause."""
     command = [sys.executable, "-m", "benchmarks.sorting", "--device", device]
-    command += ["--one", task, method, str(batch), *map(str, counts)]
-    found: dict[int, dict[str, Any]] = {}
-    late = ""
+    command += ["--one", task, ";".join(methods), str(batch), *map(str, counts)]
+    found: dict[str, dict[int, dict[str, Any]]] = {methods[0]: {}}
+    late, method = "", methods[0]
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
@@ -255,18 +270,20 @@ def run(task: str, method: str, batch: int, counts: list[int], device: str) -> d
                 break
             news = json.loads(line) if line.startswith("{") else {}
             if "count" in news:
-                now = found.setdefault(news["count"], {})
+                method = news["method"]
+                now = found.setdefault(method, {}).setdefault(news["count"], {})
             elif now is not None:
                 now.update(news)
-            limit = SECONDS
+            # On a GPU the first call of a size may compile kernels, which takes its time.
+            limit = COMPILES if "count" in news and device == "cuda" else SECONDS
         process.wait()
         errors.seek(0)
         text = errors.read()
-    unfinished = [count for count in counts if "error" not in found.get(count, {})]
+    unfinished = [n for n in counts if not {"error", "status"} & set(found[method].get(n, {}))]
     if unfinished:
         memory = any(x in text for x in ("memory", "MemoryError", "allocate"))
         last = text.strip().splitlines()[-1:] or [f"exit status {process.returncode}"]
-        found.setdefault(unfinished[0], {})["status"] = late or (
+        found[method].setdefault(unfinished[0], {})["status"] = late or (
             "out of memory" if memory else last[0][:60]
         )
     return found
@@ -291,34 +308,50 @@ def row(task: str, method: str, count: int, batch: int, found: dict[str, Any], o
 
 
 def sizes(
-    task: str, method: str, batch: int, counts: list[int], device: str
-) -> dict[int, dict[str, Any]]:
-    """Calls :func:`run`, again after a size that was timed but not checked, until one fails."""
-    found: dict[int, dict[str, Any]] = {}
-    left = list(counts)
-    while left:
-        found |= run(task, method, batch, left, device)
-        failed = next((count for count in left if "error" not in found[count]), left[-1])
-        left = left[left.index(failed) + 1 :]
-        if "seconds" not in found[failed]:
-            return found | {count: {"status": f"see N = {failed:,}"} for count in left}
+    task: str, methods: list[str], batch: int, counts: list[int], device: str
+) -> dict[str, dict[int, dict[str, Any]]]:
+    """Calls :func:`run` for one method after the other, or for all that are left on a GPU.
+
+    It calls again after a failure, for the methods that are left; and for longer sequences of the
+    same method if the size was timed and only its check failed.
+    """
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    todo = [(method, list(counts)) for method in methods]
+    while todo:
+        method, left = todo[0]
+        together = [method]
+        if device == "cuda":  # where memory is measured without a process for each
+            together = [name for name, sizes in todo if sizes == left]
+        for name, measured in run(task, together, batch, left, device).items():
+            found[name] = found.get(name, {}) | measured
+            todo = [x for x in todo if x[0] != name]
+            stopped = [n for n in left if "error" not in measured.get(n, {})]
+            if not stopped:
+                continue
+            longer = left[left.index(stopped[0]) + 1 :]
+            if "seconds" not in measured.get(stopped[0], {}):
+                cause = {"status": f"see N = {stopped[0]:,}"}
+                found[name] |= {n: dict(cause) for n in longer}
+            elif [n for n in longer if n not in found[name]]:
+                todo.insert(0, (name, longer))
     return found
 
 
 def table(
     tasks: list[str], lengths: list[int], batches: list[int], device: str, methods: list[str] | None
 ) -> list[Row]:
-    """The rows, ordered by size; a method runs all sizes of a task and batch in one process."""
+    """The rows, ordered by size."""
     rows, missing, lengths = [], absent(), sorted(lengths)
     for task in tasks:
         for batch in batches:
-            found = {}
-            for method in METHODS[task]:
-                if package(method) in missing or (methods and method not in methods):
-                    continue
-                found[method] = sizes(task, method, batch, lengths, device)
+            present = [
+                method for method in METHODS[task]
+                if package(method) not in missing and (not methods or method in methods)
+            ]  # fmt: skip
+            found = sizes(task, present, batch, lengths, device)
+            for method, by_length in found.items():
                 told = (f"{n:,}: {1e3 * x['seconds']:,.2f}" if "seconds" in x else
-                        f"{n:,}: {x['status']}" for n, x in found[method].items())  # fmt: skip
+                        f"{n:,}: {x['status']}" for n, x in by_length.items())  # fmt: skip
                 print(f"{task}, batch {batch}, {method}: {'; '.join(told)}", file=sys.stderr)
             for count in lengths:
                 ours = found.get(OURS, {}).get(count, {}).get("seconds", math.nan)
@@ -334,15 +367,15 @@ def main() -> int:
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--methods", nargs="+", help="some of them, by the names of the table")
     parser.add_argument("--dry-run", action="store_true", help="print, and write no results")
-    parser.add_argument("--one", nargs="+", metavar="TASK METHOD BATCH N", help="used internally")
+    parser.add_argument("--one", nargs="+", metavar="TASK METHODS BATCH N", help="used internally")
     options = parser.parse_args()
     if options.one:
-        task, method, batch, *counts = options.one
+        task, named, batch, *counts = options.one
         if options.device == "cpu":
             limit = int(GIGABYTES * 1e9)
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
             torch.set_num_threads(1)  # others would wait for work on the clock of the process
-        measure_all(task, method, int(batch), [int(n) for n in counts], options.device)
+        measure_all(task, named.split(";"), int(batch), [int(n) for n in counts], options.device)
         return 0
 
     company = Company()
@@ -358,7 +391,8 @@ def main() -> int:
         "repeats": f"least of as many as fit in {ENOUGH:g} s, one at least, forward + backward; on "
         "a CPU the time that the process computed, on one thread",
         "memory": "peak above what the inputs and the loaded libraries take, in 10⁶ bytes",
-        "limits": f"{SECONDS:g} s for a size, and again for its check; on a CPU {GIGABYTES:g} GB",
+        "limits": f"{SECONDS:g} s for a size, and again for its check; on a CPU {GIGABYTES:g} GB; "
+        "on a GPU the first call, which compiles kernels, is not timed",
         "error": "largest ‖difference‖ / ‖exact‖ of output and gradients: espformer and dense "
         f"against the dense formula in float64 up to batch · N² = {DENSE_ORACLE:g}, espformer then "
         f"against its torch operator in float64 up to batch · N = {TORCH_ORACLE:g}; all others "

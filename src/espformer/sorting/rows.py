@@ -23,10 +23,15 @@ from espformer.functional.esp import attend, pick_backend, straight_through
 from espformer.ops.common.autograd import without_autocast
 from espformer.ops.common.masks import zero_padding
 from espformer.ops.esp.options import OPTIONS, UNITS, ESPOptions
-from espformer.ops.esp.problem import LEAST_TEMPERATURE, Problem, spread
+from espformer.ops.esp.problem import (
+    LEAST_TEMPERATURE,
+    MOST_TEMPERATURE,
+    Problem,
+    near_one,
+    spread,
+)
 
 SPACING = 1024.0  # distance between ranks, in kernel widths
-MOST_TEMPERATURE = 1e25  # all numbers are equal at this width; times SPACING · N it fits float32
 
 
 class SortOptions(TypedDict, total=False):
@@ -137,7 +142,9 @@ class SoftSort:
             return None
         with without_autocast(self.numbers.device):
             kernels = pick_backend(self.name, self.backend, self.numbers)
-            if not hasattr(kernels, "mix_numbers") or not kernels.takes_numbers(options):
+            if not hasattr(kernels, "mix_numbers") or not kernels.takes_numbers(
+                self.numbers, options
+            ):
                 return None
             found: Tensor = kernels.mix_numbers(
                 self.numbers, self.mask, options, self.unit, ranks=ranks
@@ -167,7 +174,7 @@ class SoftSort:
     def _in_units(self) -> tuple[Tensor, Tensor]:
         """Numbers scaled to be near one, and their temperatures in absolute units, (batch,)."""
         t, metric = self.options.sort_temperature, self.options.metric
-        rows, factor = _near_one(self.numbers)
+        rows, factor = near_one(self.numbers)
         if self.unit == "spread":  # t is a width
             mask = None if self.mask is None else self.mask.unsqueeze(1)
             width = t * spread(rows.unsqueeze(1), mask).flatten()
@@ -274,17 +281,6 @@ _known_options = lru_cache(maxsize=256, typed=True)(_options)
 def _moved(x: Tensor, source: int, target: int) -> Tensor:
     """``movedim``, or x itself if nothing moves, which saves autograd a view."""
     return x if source == target else x.movedim(source, target)
-
-
-def _near_one(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers times a power of two, which is exact, so that the largest is near one.
-
-    Then neither their spread nor 1,024 kernel widths leave the range of float32.
-    """
-    largest = numbers.detach().abs().amax(-1, keepdim=True)
-    exponent = torch.frexp(largest).exponent.clamp(-100, 100)
-    factor = torch.exp2(-exponent.to(numbers.dtype))
-    return numbers * factor, factor
 
 
 def _check_numbers(name: str, x: Tensor, dim: int) -> int:

@@ -13,6 +13,7 @@ from espformer.ops.esp.options import ESPOptions
 # Lower temperatures change nothing, because the bandwidth is already far below any distance. Above
 # these values the derivatives of 1/t and 1/sqrt(t) are at most 1e36, which float32 can hold.
 LEAST_TEMPERATURE = {"absolute": 1e-18, "squared": 1e-24}
+MOST_TEMPERATURE = 1e25  # all numbers near one are equal at this width
 
 
 @dataclass(frozen=True)
@@ -193,3 +194,14 @@ def spread(points: Tensor, valid: Tensor | None) -> Tensor:
         variance = (centred / largest).square().sum(-1, keepdim=True) / count
     spreads = variance > (8 * torch.finfo(points.dtype).eps) ** 2
     return largest * torch.where(spreads, variance, 1).sqrt()
+
+
+def near_one(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers times a power of two, which is exact, so that the largest is near one.
+
+    Then neither their spread nor a thousand kernel widths leave the range of float32.
+    """
+    largest = numbers.detach().abs().amax(-1, keepdim=True)
+    exponent = torch.frexp(largest).exponent.clamp(-100, 100)
+    factor = torch.exp2(-exponent.to(numbers.dtype))
+    return numbers * factor, factor

@@ -93,8 +93,8 @@ def mix(
     return out
 
 
-def takes_numbers(options: ESPOptions) -> bool:
-    """Whether `mix_numbers` knows these options."""
+def takes_numbers(numbers: Tensor, options: ESPOptions) -> bool:
+    """Whether `mix_numbers` knows these options; it takes all numbers."""
     return options.metric == "absolute" and options.balance == "rows" and not options.hard
 
 

@@ -1,0 +1,89 @@
+"""Sorts and ranks of numbers by scans: registered operators, and drawn rows of numbers."""
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from espformer import sorting
+from espformer.ops.esp.triton import numbers as kernels
+
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LONGEST, PROBLEMS = (3000, 100) if DEVICE == "cuda" else (70, 12)
+FUNCTIONS = {"sort": sorting.soft_sort, "rank": sorting.soft_rank}
+
+
+@pytest.mark.parametrize("name", ["sort", "rank"])
+@pytest.mark.parametrize("learnt", [False, True], ids=["constant", "learnt"])
+def test_operators(name, learnt):
+    numbers = torch.randn(2, 6, device=DEVICE)
+    mask = (torch.arange(6) < torch.tensor([[6], [4]])).to(DEVICE)
+    inverse = torch.full((2,), 3.0, device=DEVICE)
+    forward = getattr(kernels, f"{name}_numbers")
+    backward = getattr(kernels, f"{name}_numbers_backward")
+    out, *kept = forward.custom(numbers, inverse, mask, True)
+    if name == "sort":
+        kept = [out, numbers, *kept]
+    arguments = torch.ones_like(numbers), *kept, inverse, mask, learnt
+    torch.library.opcheck(backward.custom, arguments, test_utils=CHECKS)
+    leaves = numbers.requires_grad_(), inverse.requires_grad_(learnt)
+    torch.library.opcheck(forward.custom, (*leaves, mask, True), test_utils=CHECKS)
+
+
+KINDS = {
+    "normal": lambda x: x,
+    "ties": torch.round,
+    "clusters": lambda x: x.round() + 1e-4 * x,
+    "wide": lambda x: 1e30 * x,
+    "narrow": lambda x: 1e-30 * x,
+    "equal": lambda x: 0 * x + 3,
+}
+
+
+@settings(
+    max_examples=100 if DEVICE == "cuda" else 12,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
+@given(
+    st.sampled_from(list(FUNCTIONS)), st.sampled_from(list(KINDS)), st.integers(1, LONGEST),
+    st.sampled_from([0.003, 0.1, 3.0]), st.sampled_from(["spread", "absolute"]), st.booleans(),
+    st.integers(0, 1000),
+)  # fmt: skip
+def test_drawn(name, kind, count, t, unit, masked, seed):
+    """Outputs and gradients of numbers and temperatures against the torch operator in float64."""
+    torch.manual_seed(seed)
+    x = KINDS[kind](torch.randn(2, count))
+    if unit == "absolute":
+        t = t * float(x.abs().max())
+    mask = torch.ones(2, count, dtype=torch.bool)
+    if masked:
+        mask[0, torch.randperm(count)[: count // 3]] = False
+    upstream = torch.randn(2, count)
+    found = []
+    for backend, dtype in (("triton", torch.float32), ("linear", torch.float64)):
+        leaf = x.clone().to(DEVICE, dtype).requires_grad_()
+        softness = torch.full((2,), t, device=DEVICE, dtype=dtype, requires_grad=True)
+        chosen = {"mask": mask.to(DEVICE)} if masked else {}
+        out = FUNCTIONS[name](leaf, temperature=softness, unit=unit, backend=backend, **chosen)
+        grads = torch.autograd.grad(out, (leaf, softness), upstream.to(DEVICE, dtype))
+        found.append([y.detach().double().cpu() for y in (out, *grads)])
+    # What a gradient is worth if numbers change by their own size, or t by itself: sums may cancel.
+    largest = float(x.abs().max())
+    natural = float(upstream.norm()) * (largest if name == "sort" else count)
+    allowed = 3e-6 * natural, 3e-6 * natural / largest, 3e-5 * natural / t
+    for got, want, rounding in zip(*found, allowed, strict=True):
+        assert float((got - want).norm()) <= 3e-4 * float(want.norm()) + rounding
+
+
+def test_without_gradient_of_temperature_and_nan():
+    x = torch.randn(3, 50, device=DEVICE)
+    x[1, 7] = float("nan")
+    for function in FUNCTIONS.values():
+        leaf = x.clone().requires_grad_()
+        out = function(leaf, backend="triton")
+        out.sum().backward()
+        assert out[1].isnan().all()
+        assert out[[0, 2]].isfinite().all()
+        assert leaf.grad[[0, 2]].isfinite().all()
