@@ -334,8 +334,7 @@ def plan(problem: Problem) -> Tensor:
 
 def same_lengths(problem: Problem) -> bool:
     """Whether every sequence has as many queries as keys, known from shapes and masks alone."""
-    same_tokens = problem.query.shape[-2] == problem.key.shape[-2]
-    return same_tokens and (problem.query_mask is problem.key_mask or bool(problem.identity_side))
+    return problem.same_lengths
 
 
 def _by_slice_groups(

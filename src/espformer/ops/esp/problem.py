@@ -48,6 +48,12 @@ class Problem:
         assert self.options.scale is not None
         return self.options.scale
 
+    @property
+    def same_lengths(self) -> bool:
+        """Whether every sequence has as many queries as keys, known from shapes and masks alone."""
+        same_tokens = self.query.shape[-2] == self.key.shape[-2]
+        return same_tokens and (self.query_mask is self.key_mask or bool(self.identity_side))
+
     def with_options(self, **changes: Any) -> Problem:
         """The same problem with other options."""
         return replace(self, options=replace(self.options, **changes))

@@ -60,7 +60,7 @@ class ChunkStates:
         into = self._both(self.to_end, (numbers - first) * scale)
         self.into = torch.cat([into.real, into.imag], -1) if into.is_complex() else into
         self.out_of = self._both(self.from_end, (after - numbers) * scale)
-        self.hops = list(self._hops())
+        self.decays = list(self._decays())
 
     def _decay(self, distance: Tensor) -> Tensor:
         """``exp(-p x)``: (...) to (..., poles)."""
@@ -73,7 +73,7 @@ class ChunkStates:
     def _both(self, left: Tensor, right: Tensor) -> Tensor:
         return torch.cat([self._decay(left), self._decay(right)], -1)
 
-    def _hops(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def _decays(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Decays of states over 1, 2, 4, … chunks, left and right: (…, chunks - hop, poles, 1)."""
         hop = 1
         while hop < self.ends.shape[-2]:
@@ -95,7 +95,7 @@ class ChunkStates:
             own = torch.complex(*own.chunk(2, -2))
         epsilon = _magnitude(own) * NEGLIGIBLE**1.5
         left, right = own.chunk(2, -2)
-        for hop, left_decay, right_decay in self.hops:
+        for hop, left_decay, right_decay in self.decays:
             from_left = _flush(epsilon, left[..., :-hop, :, :] * left_decay)
             from_right = _flush(epsilon, right[..., hop:, :, :] * right_decay)
             left[..., hop:, :, :].add_(from_left)
@@ -117,7 +117,7 @@ class ChunkStates:
         left, right = pulls.unflatten(-1, (-1, 2, len(self.poles))).sum((-3, -1)).unbind(-1)
         return left, right
 
-    def flow(self, left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
+    def interaction(self, left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
         """Interaction of the ranks left of each chunk with those right of it.
 
         ``Re Σ_r w_r exp(-p_r x) H_left,r · H_right,r``, where x is the distance across the chunk.
@@ -128,8 +128,8 @@ class ChunkStates:
         else:
             left = torch.complex(left[..., :r, :], left[..., 2 * r : 3 * r, :])
             right = torch.complex(right[..., r : 2 * r, :], right[..., 3 * r :, :])
-        meeting = (left * right).sum(-1, keepdim=True).mT
-        return (weights * self._decay(self.across) * meeting).sum(-1).real
+        products = (left * right).sum(-1, keepdim=True).mT
+        return (weights * self._decay(self.across) * products).sum(-1).real
 
 
 def _parts(states: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ class SortedKernel:
         x = x.sign_() if self.table.metric == "absolute" else x.mul_(2)
         self.block_slope = x.mul_(self.block)
         if self.chunks > 1:  # κ' is odd: the sides differ in sign
-            self.pulling = self.transfer.readout(self.slopes, -self.slopes)
+            self.slope_readout = self.transfer.readout(self.slopes, -self.slopes)
 
     def _ties(self) -> ChunkStates | None:
         """States that only equal numbers of other chunks contribute to; None without such ties.
@@ -254,7 +254,9 @@ class SortedKernel:
         ds = force.sum(-1) - force.sum(-2)
         if x_states is None or p_states is None:
             return ds
-        ds += self._pull(p, x_states).sum(-1) + self._pull(x, p_states).sum(-1)
+        ds += self._slope_from_states(p, x_states).sum(-1) + self._slope_from_states(
+            x, p_states
+        ).sum(-1)
         ties = self._ties() if self.table.metric == "absolute" else None
         if ties is not None:  # remove the contribution of ties: k'(0) is zero, not -1
             one = torch.ones_like(self.slopes)
@@ -263,9 +265,9 @@ class SortedKernel:
             ds += (undo * (x @ ties.states(p).mT)).sum(-1)
         return ds
 
-    def _pull(self, p: Tensor, states: Tensor) -> Tensor:
+    def _slope_from_states(self, p: Tensor, states: Tensor) -> Tensor:
         """``P_n · (κ'X)_n`` from other chunks, by states: (batch, slices, chunks, chunk, rows)."""
-        return (p @ states.mT).mul_(self.pulling)
+        return (p @ states.mT).mul_(self.slope_readout)
 
     def bandwidth_slope(
         self, x: Tensor, p: Tensor, x_states: Tensor | None, p_states: Tensor | None
@@ -280,12 +282,12 @@ class SortedKernel:
         if x_states is not None and p_states is not None:
             transfer, slopes = self.transfer, self.slopes
             for rows, states in ((p, x_states), (x, p_states)):
-                left, right = transfer.sides(self._pull(rows, states))
+                left, right = transfer.sides(self._slope_from_states(rows, states))
                 total += (left * transfer.from_end - right * transfer.to_end).sum((-2, -1))
-            flow = transfer.flow(x_states, p_states, slopes) + transfer.flow(
+            interaction = transfer.interaction(x_states, p_states, slopes) + transfer.interaction(
                 p_states, x_states, slopes
             )
-            total += (flow * transfer.step).sum((-2, -1))
+            total += (interaction * transfer.step).sum((-2, -1))
         return total.unsqueeze(-1)
 
 

@@ -159,7 +159,7 @@ def test_close_numbers_beside_one_far_away(metric: str) -> None:
 
 
 def test_one_mask_for_both_sides_needs_no_coupling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("espformer.ops.esp.triton.soft_attention.couple", None)
+    monkeypatch.setattr("espformer.ops.esp.triton.attention.couple", None)
     mask = torch.arange(5, device=DEVICE) < torch.tensor([[5], [3]], device=DEVICE)
     x = torch.randn(2, 1, 5, 2, device=DEVICE)
     masks = {"query_mask": mask, "key_mask": mask}
@@ -303,7 +303,7 @@ def test_what_torch_computes_has_the_dtype_of_the_values() -> None:
 def test_sizes_that_no_grid_and_no_offset_holds_are_left_to_torch() -> None:
     """Blocks of tokens are the second axis of a grid; offsets of a slice have 32 bits."""
     from espformer.ops.esp.problem import Problem
-    from espformer.ops.esp.triton import _supported
+    from espformer.ops.esp.triton.attention import _supported
 
     def supported(queries: int, keys: int, width: int = 256, slices: int | None = None) -> bool:
         query, key = (torch.empty(1, n, width, device="meta") for n in (queries, keys))

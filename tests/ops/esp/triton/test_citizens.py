@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import espformer
-from espformer.ops.esp.triton import hard_plan, soft_attention, sort, states
+from espformer.ops.esp.triton import attention, hard_plan, sort, states
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -65,12 +65,12 @@ def test_soft_attention(name: str) -> None:
     operands = numbers(1, 6, 4), numbers(1, keys, 4), numbers(1, keys, 4), numbers(1, 3, 4)
     logits, width = numbers(1, 3), torch.full((1,), 5.0, device=DEVICE)
     leaves = [x.requires_grad_() for x in (*operands, logits, width)]
-    arguments = (*leaves, *masks, *(options[name] for name in soft_attention.Settings._fields))
-    operator = soft_attention.soft_attention.custom
+    arguments = (*leaves, *masks, *(options[name] for name in attention.Settings._fields))
+    operator = attention.soft_attention.custom
     torch.library.opcheck(operator, arguments, test_utils=CHECKS)
     torch.library.opcheck(operator, strided(arguments), test_utils=CHECKS)
     found = operator(*arguments)[0]
-    expected = soft_attention.soft_attention(*arguments)
+    expected = attention.soft_attention(*arguments)
     assert torch.equal(found, expected)
     for a, b in zip(
         torch.autograd.grad(found.square().sum(), leaves),
@@ -105,7 +105,7 @@ def test_hard_operators(name: str) -> None:
 def test_compiles_without_graph_breaks(hard: bool) -> None:
     """Forward and backward of the compiled function are those of the plain one."""
 
-    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return espformer.esp_attention(
             query, key, value, hard=hard, inverse_temperature=1.0, backend="triton"
         )
@@ -113,8 +113,8 @@ def test_compiles_without_graph_breaks(hard: bool) -> None:
     leaves = [numbers(1, 2, 6, 4).requires_grad_() for _ in range(3)]
     upstream = numbers(1, 2, 6, 4)
     backend = "inductor" if DEVICE == "cuda" else "aot_eager"
-    compiled = torch.compile(attention, fullgraph=True, backend=backend)
-    found, expected = compiled(*leaves), attention(*leaves)
+    compiled = torch.compile(attend, fullgraph=True, backend=backend)
+    found, expected = compiled(*leaves), attend(*leaves)
     torch.testing.assert_close(found, expected)
     for a, b in zip(
         torch.autograd.grad(found, leaves, upstream),

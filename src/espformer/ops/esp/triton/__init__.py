@@ -7,59 +7,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from espformer.ops.common.masks import zero_padding
-from espformer.ops.esp import linear
 from espformer.ops.esp.options import ESPOptions
-from espformer.ops.esp.problem import LEAST_TEMPERATURE, MOST_TEMPERATURE, Problem, near_one
-from espformer.ops.esp.triton import hard_plan, soft_attention
+from espformer.ops.esp.problem import LEAST_TEMPERATURE, MOST_TEMPERATURE, near_one
+from espformer.ops.esp.triton.attention import MOST_BLOCKS, attend, plan
 from espformer.ops.esp.triton.numbers import rank_numbers, sort_numbers
 from espformer.ops.esp.triton.sort import blocks_of_tokens
 
-MOST_WIDTH = 256
-MOST_BLOCKS = 65_535  # of the second axis of a grid
-
-
-def attend(problem: Problem, value: Tensor) -> Tensor:
-    """``N · G V``: (batch, N, d) in the dtype of `value`; a head that holds NaN is all NaN.
-
-    Rows of `value` that are padding are zero.
-    """
-    if _supported(problem, value):
-        out = (hard_plan if problem.options.hard else soft_attention).attend(problem, value)
-    else:
-        out = (linear.attend(problem, value) + problem.nonfinite_marker().view(-1, 1, 1)).to(
-            value.dtype
-        )
-    return zero_padding(out, problem.query_mask)
-
-
-def _supported(problem: Problem, value: Tensor) -> bool:
-    """Whether kernels exist: no float64, no wide heads, no offset that needs more than 32 bits."""
-    if max(x.element_size() for x in (problem.query, problem.key, value)) > 4:
-        return False
-    _, queries, width = problem.query.shape  # which is that of the keys
-    keys, values = problem.key.shape[-2], value.shape[-1]
-    if max(width, values) > MOST_WIDTH:
-        return False
-    same = linear.same_lengths(problem)
-    ranks = max(queries, keys) if same else queries + keys  # or pieces of them
-    slices = width if problem.slices is None else problem.slices.shape[-2]
-    if ranks * max(width, values, 2 * slices) >= 1 << 31:
-        return False
-    if blocks_of_tokens(max(queries, keys), width) > MOST_BLOCKS:
-        return False
-    options = problem.options
-    if same:
-        return not options.hard or options.ties == "stable"
-    return not options.hard and options.coupling != "interpolate"  # which is not monotone
-
-
-def plan(problem: Problem) -> Tensor:
-    """``N · G``, (batch, N, M): the same operator applied to the identity, in blocks of columns."""
-    key = problem.key
-    eye = torch.eye(key.shape[-2], dtype=problem.dtype, device=key.device)
-    rows = zero_padding(eye.expand(key.shape[0], -1, -1), problem.key_mask)
-    return torch.cat([attend(problem, block) for block in rows.split(64, -1)], -1)
+__all__ = ["attend", "mix_numbers", "plan", "takes_numbers"]
 
 
 def takes_numbers(numbers: Tensor, options: ESPOptions) -> bool:

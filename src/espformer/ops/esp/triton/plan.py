@@ -197,14 +197,14 @@ class Pieces(NamedTuple):
     def gradients(
         self, queries: SortedSide, keys: SortedSide, d_points: tuple[Tensor, Tensor],
         d_first: tuple[Tensor, Tensor] | None, d_mid_scale: Tensor,
-    ) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
+    ) -> list[tuple[Tensor, Tensor | None]]:  # fmt: skip
         """Gradients of points and scales of the queries, and of the keys, from those by piece.
 
         `d_first` are those of `query_scale` and `key_scale`, if these are scales of the sides.
         """
         scales = queries.scale.gather(-1, self.rows), keys.scale.gather(-1, self.columns)
         d_mid_scale = d_mid_scale * self.weights
-        found = []
+        found: list[tuple[Tensor, Tensor | None]] = []
         for i, (side, ranks, first) in enumerate(
             (
                 (queries, self.rows, self.first_of_row),

@@ -1,7 +1,8 @@
-"""Soft attention as one torch operator, ``espformer::soft_attention``, and its backward.
+"""Attention by the fused kernels: hard (`hard_plan.py`), or soft, as one torch operator.
 
 Every operator costs time of Python for itself, forwards and backwards, which for small problems is
-more than the kernels take. So there is one, and what it consists of are plain functions:
+more than the kernels take. So soft attention is one, ``espformer::soft_attention``, with one for
+its backward, and what they consist of are plain functions:
 
     sort_side  →  Plan  →  slice weights: centre_rows, norm_costs, cross_plans  →  apply_plans.
 
@@ -19,10 +20,12 @@ from torch import Tensor
 
 from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
+from espformer.ops.common.masks import zero_padding
 from espformer.ops.common.torch_internals import softmax_backward
 from espformer.ops.esp import linear
 from espformer.ops.esp.coupling import Coupling, couple
 from espformer.ops.esp.problem import Problem, centre, least_cost, slice_weights
+from espformer.ops.esp.triton import hard_plan
 from espformer.ops.esp.triton.costs import (
     centre_rows,
     centre_rows_backward,
@@ -46,8 +49,11 @@ from espformer.ops.esp.triton.soft_plan import (
     keeps_states,
     plan_gradients,
 )
-from espformer.ops.esp.triton.sort import masked_lengths
+from espformer.ops.esp.triton.sort import blocks_of_tokens, masked_lengths
 from espformer.ops.esp.triton.states import Chunks
+
+MOST_WIDTH = 256
+MOST_BLOCKS = 65_535  # of the second axis of a grid
 
 
 class Settings(NamedTuple):
@@ -105,10 +111,11 @@ class Kept(NamedTuple):
     @staticmethod
     def of(flat: Any) -> Kept:
         """The inverse of :meth:`flat`; what was None may also be empty."""
-        found = [None if x is None or x.numel() == 0 else x for x in flat]
+        found: list[Any] = [None if x is None or x.numel() == 0 else x for x in flat]
         first, second = Side(*found[5:11]), Side(*found[11:])
-        sides = (first,) if second.points is None else (first, second)
-        return Kept(*found[:5], sides)
+        sides = (first,) if found[11] is None else (first, second)
+        weights, costs, mid_scale, x_states, w_states = found[:5]
+        return Kept(weights, costs, mid_scale, x_states, w_states, sides)
 
 
 KEPT_COUNT = len(Kept._fields) - 1 + 2 * len(Side._fields)
@@ -151,18 +158,21 @@ class Call:
         if settings.one_to_one:
             if mid_scale is None:
                 mid_scale = queries.scale * keys.scale
-            in_scales = (keys.scale, queries.scale) if settings.balanced else (None, None)
+            balanced = settings.balanced
             plan = Plan(
                 queries.points, keys.points, queries.order, keys.order, self.inv_bandwidth,
-                mid_scale, *in_scales, settings.metric,
+                mid_scale, keys.scale if balanced else None, queries.scale if balanced else None,
+                settings.metric,
             )  # fmt: skip
             return plan, (queries, keys), None, None
-        counts = [
+        of_queries, of_keys = (
             torch.full((x.shape[0],), x.shape[1], device=x.device) if lengths is None else lengths
             for x, _, _, lengths in self.tokens
-        ]
-        shapes = queries.points.shape[-1], keys.points.shape[-1]
-        coupling = couple(settings.coupling, *counts, *shapes, torch.float32)
+        )
+        coupling = couple(
+            settings.coupling, of_queries, of_keys, queries.points.shape[-1],
+            keys.points.shape[-1], torch.float32,
+        )  # fmt: skip
         pieces = Pieces.of(coupling, queries.points.shape[1])
         plan = pieces.plan(queries, keys, self.inv_bandwidth, settings.balanced, settings.metric)
         return plan, (queries, keys), coupling, pieces
@@ -225,8 +235,7 @@ def soft_attention(*arguments: Any) -> tuple[Tensor | None, ...]:
         for tokens in call.tokens
     )
     plan, _, coupling, _ = call.plan(sorted_sides, None)
-    costs, rows = None, [(None, None)] * len(sorted_sides)
-    sides: tuple[Side, ...]
+    costs = None
     if settings.inverse_temperature:
         mask = call.tokens[-1].mask
         rows = call.centred(centre(call.key, mask, torch.float32).squeeze(-2))
@@ -302,8 +311,7 @@ def soft_attention_backward(
     upstream: Tensor, needed: list[bool], *arguments: Any
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the six operands; None for those that are not needed."""
-    *arguments, flat = arguments
-    call, kept = Call(*arguments), Kept.of(flat)
+    call, kept = Call(*arguments[:-1]), Kept.of(arguments[-1])
     settings, sides = call.settings, kept.sides
     _, _, _, needs_slices, needs_logits, needs_inv_bandwidth = needed
     value, inv_bandwidth = call.value, call.inv_bandwidth
@@ -333,12 +341,14 @@ def soft_attention_backward(
         d_inv_bandwidth = _sum(d_inv_bandwidth, more[1])
         for i, side in enumerate(sides):
             norm_arguments, factor = call.norm_arguments(side, i, coupling)
-            d_squares, d_scale, d_in_scale, slope = norm_costs_backward(d_norms, *norm_arguments)
+            d_squares, d_out_scale, d_in_scale, slope = norm_costs_backward(
+                d_norms, *norm_arguments
+            )
             if factor is not None:
-                d_scale = d_scale * factor
+                d_out_scale = d_out_scale * factor
             if d_in_scale is not None:
-                d_scale += d_in_scale
-            of_norms.append((d_squares, d_scale, slope))
+                d_out_scale += d_in_scale
+            of_norms.append((d_squares, d_out_scale, slope))
             if needs_inv_bandwidth:
                 more_here = bandwidth_gradient(slope, side.points, inv_bandwidth)
                 d_inv_bandwidth = _sum(d_inv_bandwidth, more_here)
@@ -358,6 +368,7 @@ def soft_attention_backward(
         )  # fmt: skip
         if d_rows is not None:
             mask, rows = call.tokens[i].mask, sides[i].rows
+            assert rows is not None
             centre_rows_backward(d_rows[i], of_norms[i][0], rows, mask, settings.scale, dx, dy)
         d_tokens = [dx, *d_tokens] if dy is None else [dx, dy]
         d_slices = _sum(d_slices, d_slices_here)
@@ -394,7 +405,7 @@ def _cross_gradients(
     """Gradients of ``Σ_l weight_l ⟨Q, plan_l K⟩``: of centred rows by side, in float32, and of the
     plan, by rank and of the inverse bandwidth.
     """
-    rows = [side.rows for side in kept.sides]
+    rows = [side.rows for side in kept.sides if side.rows is not None]
     d_rows = [torch.zeros_like(x, dtype=torch.float32) for x in rows]
     (query, key), (d_query, d_key) = call.row_halves(rows), call.row_halves(d_rows)
     count = 5 if call.settings.balanced else 3
@@ -452,13 +463,13 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 soft_attention.register_autograd(_backward, setup_context=_setup)
 
 
-def attend(problem: Problem, value: Tensor) -> Tensor:
-    """``N · G V``; all NaN in a head that holds one."""
+def _soft(problem: Problem, value: Tensor) -> Tensor:
+    """Soft attention; all NaN in a head that holds one."""
     batch, options = value.shape[0], problem.options
     inv_bandwidth = problem.inv_bandwidth(batch)
     if inv_bandwidth.shape[0] != batch:
         inv_bandwidth = inv_bandwidth.expand(batch).contiguous()
-    one_to_one = linear.same_lengths(problem)
+    one_to_one = problem.same_lengths
     one_mask = problem.query_mask is problem.key_mask
     out: Tensor = soft_attention(
         problem.query, problem.key, value, problem.slices, problem.slice_logits, inv_bandwidth,
@@ -485,3 +496,46 @@ def _keeps_states(problem: Problem, value: Tensor, one_to_one: bool) -> bool:
         return False
     count = query.shape[-1] if slices is None else slices.shape[-2]
     return keeps_states(value, (query.shape[0], count, query.shape[1]), problem.options.metric)
+
+
+def attend(problem: Problem, value: Tensor) -> Tensor:
+    """``N · G V``: (batch, N, d) in the dtype of `value`; a head that holds NaN is all NaN.
+
+    Rows of `value` that are padding are zero.
+    """
+    if _supported(problem, value):
+        out = (hard_plan.attend if problem.options.hard else _soft)(problem, value)
+    else:
+        out = (linear.attend(problem, value) + problem.nonfinite_marker().view(-1, 1, 1)).to(
+            value.dtype
+        )
+    return zero_padding(out, problem.query_mask)
+
+
+def _supported(problem: Problem, value: Tensor) -> bool:
+    """Whether kernels exist: no float64, no wide heads, no offset that needs more than 32 bits."""
+    if max(x.element_size() for x in (problem.query, problem.key, value)) > 4:
+        return False
+    _, queries, width = problem.query.shape  # which is that of the keys
+    keys, values = problem.key.shape[-2], value.shape[-1]
+    if max(width, values) > MOST_WIDTH:
+        return False
+    same = problem.same_lengths
+    ranks = max(queries, keys) if same else queries + keys  # or pieces of them
+    slices = width if problem.slices is None else problem.slices.shape[-2]
+    if ranks * max(width, values, 2 * slices) >= 1 << 31:
+        return False
+    if blocks_of_tokens(max(queries, keys), width) > MOST_BLOCKS:
+        return False
+    options = problem.options
+    if same:
+        return not options.hard or options.ties == "stable"
+    return not options.hard and options.coupling != "interpolate"  # which is not monotone
+
+
+def plan(problem: Problem) -> Tensor:
+    """``N · G``, (batch, N, M): the same operator applied to the identity, in blocks of columns."""
+    key = problem.key
+    eye = torch.eye(key.shape[-2], dtype=problem.dtype, device=key.device)
+    rows = zero_padding(eye.expand(key.shape[0], -1, -1), problem.key_mask)
+    return torch.cat([attend(problem, block) for block in rows.split(64, -1)], -1)
