@@ -396,7 +396,7 @@ def _cost_gradient(d_logits: Tensor, costs: Tensor, settings: Settings) -> Tenso
     if power == 1:
         return d_costs
     least = least_cost(costs.dtype)
-    return torch.where(costs >= least, d_costs * power * costs.clamp(min=least) ** (power - 1), 0.0)
+    return torch.where(costs < least, 0.0, d_costs * power * costs.clamp(min=least) ** (power - 1))
 
 
 def _cross_gradients(
