@@ -500,6 +500,8 @@ def _launch(
 class NarrowPlanKernels:
     """The plans of some slices on narrow rows of a dtype: launches of the recurrences."""
 
+    in_order = False
+
     def __init__(self, plan: Plan, dtype: torch.dtype) -> None:
         self.plan, self.dtype = plan, dtype
         self.batch, self.slices, self.ranks = plan.key_points.shape

@@ -187,6 +187,12 @@ else:
 
 
 @triton.jit
+def safe_divide(x, y):
+    """x / y, and zero where y is zero."""
+    return tl.where(y == 0, 0.0, x / tl.where(y == 0, 1.0, y))
+
+
+@triton.jit
 def accurate_cosine(angle, QUARTERS: tl.constexpr = 0):
     """Cosine of ``x + QUARTERS · π/2`` for angles up to a thousand, to the last bit or two.
 

@@ -46,8 +46,9 @@ from espformer.ops.common.triton import Launch, Shape, once
 from espformer.ops.esp import linear
 from espformer.ops.esp.coupling import Coupling, couple
 from espformer.ops.esp.problem import Problem
-from espformer.ops.esp.triton import narrow_plan
+from espformer.ops.esp.triton import dense_plan, narrow_plan
 from espformer.ops.esp.triton.costs import centred_costs
+from espformer.ops.esp.triton.dense_plan import DensePlanKernels
 from espformer.ops.esp.triton.narrow_plan import NarrowPlanKernels
 from espformer.ops.esp.triton.plan import (
     PLAN_SCHEMA,
@@ -73,6 +74,7 @@ from espformer.ops.esp.triton.primitives import (
     point_at,
     program_chunk,
     read_coefficients,
+    safe_divide,
     state_coefficients,
     times_states,
     to_wide_range,
@@ -85,12 +87,6 @@ States = tuple[Tensor | None, Tensor | None]  # of x for κ_k, and of W for κ_q
 
 # More would not fit in the L2 cache, fewer would need more launches.
 SCRATCH_BYTES = {"absolute": 80 << 20, "squared": 160 << 20}
-
-
-@triton.jit
-def safe_divide(x, y):
-    """x / y, and zero where y is zero."""
-    return tl.where(y == 0, 0.0, x / tl.where(y == 0, 1.0, y))
 
 
 @triton.jit
@@ -364,6 +360,8 @@ class PlanGradients(NamedTuple):
 class PlanKernels:
     """The plans of some slices on rows of a dtype: launches of the chunk kernels."""
 
+    in_order = False
+
     def __init__(self, plan: Plan, dtype: torch.dtype) -> None:
         self.plan = plan
         self.chunks = Chunks.of(plan.key_points.shape, plan.metric, dtype)
@@ -497,13 +495,13 @@ def _cross_launches(chunks: Chunks, keys: int, queries: int, width: int) -> list
     return chunks.launches(cross_kernel, "cross", width, KEYS=keys, QUERIES=queries, ROWS=rows)
 
 
-Kernels = PlanKernels | NarrowPlanKernels
+Kernels = PlanKernels | NarrowPlanKernels | DensePlanKernels
 
 
 @once
 def _grouped(
-    shape: Shape, width: int, dtype: torch.dtype, metric: str, backward: bool,
-    with_inv_bandwidth: bool, deterministic: bool, scratch: int,
+    shape: Shape, keys: int, queries: int, width: int, dtype: torch.dtype, metric: str,
+    scales: bool, backward: bool, with_inv_bandwidth: bool, deterministic: bool, scratch: int,
 ) -> tuple[type[Kernels], list[Group | None]]:  # fmt: skip
     """Which kernels apply plans of (batch, slices, ranks), and to which parts of them at once.
 
@@ -513,6 +511,8 @@ def _grouped(
     kind: type[Kernels] = PlanKernels
     if narrow_plan.fits(shape, width, dtype, metric, with_inv_bandwidth):
         kind, pairs = NarrowPlanKernels, narrow_plan.pairs_at_once(ranks, width, dtype, backward)
+    elif dense_plan.fits(shape, keys, queries, width, dtype, metric, scales, with_inv_bandwidth):
+        kind, pairs = DensePlanKernels, max(slices, dense_plan.pairs_at_once(ranks))
     else:
         each = Chunks.of(shape, metric, dtype).scratch_bytes(width, backward)
         pairs = max(1, scratch // max(1, each))
@@ -527,21 +527,22 @@ def _grouped(
 
 
 def _grouping(
-    x: Tensor, plan: Plan, backward: bool, with_inv_bandwidth: bool = False
+    x: Tensor, queries: int, plan: Plan, backward: bool, with_inv_bandwidth: bool = False
 ) -> tuple[type[Kernels], list[Group | None]]:
     """:func:`_grouped` for rows x; `with_inv_bandwidth` says that its gradient is asked for."""
     deterministic = torch.are_deterministic_algorithms_enabled()
+    scales = plan.key_scale is not None or plan.query_scale is not None
     return _grouped(
-        plan.key_points.shape, x.shape[-1], x.dtype, plan.metric, backward, with_inv_bandwidth,
-        deterministic, SCRATCH_BYTES[plan.metric],
+        plan.key_points.shape, x.shape[-2], queries, x.shape[-1], x.dtype, plan.metric, scales,
+        backward, with_inv_bandwidth, deterministic, SCRATCH_BYTES[plan.metric],
     )  # fmt: skip
 
 
 def _groups(
-    x: Tensor, plan: Plan, backward: bool = False, with_inv_bandwidth: bool = False
+    x: Tensor, queries: int, plan: Plan, backward: bool = False, with_inv_bandwidth: bool = False
 ) -> Iterator[tuple[Group | None, Kernels]]:
     """Parts of (batch, slices) whose scratch fits, and their kernels."""
-    kind, groups = _grouping(x, plan, backward, with_inv_bandwidth)
+    kind, groups = _grouping(x, queries, plan, backward, with_inv_bandwidth)
     for group in groups:
         yield group, kind(plan.part(group), x.dtype)
 
@@ -551,12 +552,12 @@ def _heads(x: Tensor, group: Group | None) -> Tensor:
     return x if group is None else x[group[0]]
 
 
-def _room(out: Tensor, group: Group | None, slices: int) -> Tensor:
+def _room(out: Tensor, group: Group | None, slices: int, kernels: Kernels) -> Tensor:
     """The buffer for the rows of a group: `out` itself, or separate rows per slice if the order of
-    additions must not matter (deterministic algorithms).
+    additions must not matter (deterministic algorithms) and kernels do not keep one.
     """
     rows = _heads(out, group)
-    if not torch.are_deterministic_algorithms_enabled():
+    if kernels.in_order or not torch.are_deterministic_algorithms_enabled():
         return rows
     count = slices if group is None else group[1].stop - group[1].start
     return out.new_zeros(len(rows), count, *out.shape[1:])
@@ -584,8 +585,8 @@ def apply_plans(
     """
     out = value.new_zeros(value.shape[0], queries, value.shape[-1], dtype=torch.float32)
     states: States = (None, None)
-    for group, kernels in _groups(value, Plan(*flat), backward=keep_states):
-        rows = _room(out, group, weight.shape[1])
+    for group, kernels in _groups(value, queries, Plan(*flat), backward=keep_states):
+        rows = _room(out, group, weight.shape[1], kernels)
         weights = weight if group is None else weight[group]
         states = kernels.apply(_heads(value, group), weights, rows, ties=keep_states)
         _collect(out, group, rows)
@@ -610,7 +611,7 @@ def _(
     return out, states, torch.empty_like(states)
 
 
-def keeps_states(value: Tensor, plan: Plan) -> bool:
+def keeps_states(value: Tensor, queries: int, plan: Plan) -> bool:
     """Whether to keep the states for the backward pass: if a gradient is needed and they are few.
 
     Under torch.compile, where sizes may be symbolic, the states are recomputed.
@@ -619,7 +620,7 @@ def keeps_states(value: Tensor, plan: Plan) -> bool:
         return False
     if not any(x is not None and x.requires_grad for x in (value, *plan.tensors())):
         return False
-    kind, groups = _grouping(value, plan, backward=True)
+    kind, groups = _grouping(value, queries, plan, backward=True)
     return kind is PlanKernels and groups == [None]
 
 
@@ -628,7 +629,7 @@ def cross_plans(query: Tensor, key: Tensor, *flat: Any) -> Tensor:
     """``Σ_i q_i · (A_lᵀ B_l K)_i``: (batch, L); a flat plan."""
     plan = Plan(*flat)
     totals = plan.query_points.new_empty(plan.query_points.shape[:2])
-    for group, kernels in _groups(key, plan):
+    for group, kernels in _groups(key, query.shape[-2], plan):
         out = totals if group is None else totals[group]
         kernels.cross(_heads(query, group), _heads(key, group), out)
     return totals
@@ -659,11 +660,11 @@ def plans_backward(
     d_value = torch.zeros_like(value, dtype=torch.float32)
     d_upstream = torch.zeros_like(upstream, dtype=torch.float32) if with_upstream else None
     found = PlanGradients.new(plan, not with_upstream, with_inv_bandwidth, with_scales)
-    for group, kernels in _groups(value, plan, True, with_inv_bandwidth):
-        rows = _room(d_value, group, weight.shape[1])
+    for group, kernels in _groups(value, upstream.shape[-2], plan, True, with_inv_bandwidth):
+        rows = _room(d_value, group, weight.shape[1], kernels)
         upstream_rows = None
         if d_upstream is not None:
-            upstream_rows = _room(d_upstream, group, weight.shape[1])
+            upstream_rows = _room(d_upstream, group, weight.shape[1], kernels)
         kernels.grad(
             _heads(upstream, group), _heads(value, group),
             weight if group is None else weight[group], rows, upstream_rows, found.part(group),
@@ -754,8 +755,9 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
         )  # fmt: skip
     plan = make_plan(queries, keys, mid_scale, inv_bandwidth, metric, coupling)
     weights = _slice_weights(problem, queries, keys, plan, coupling)
-    keep = keeps_states(value, plan)
-    out: Tensor = apply_plans(value, weights, queries.order.shape[-1], keep, *plan)[0]
+    tokens = queries.order.shape[-1]
+    keep = keeps_states(value, tokens, plan)
+    out: Tensor = apply_plans(value, weights, tokens, keep, *plan)[0]
     return out
 
 
