@@ -165,14 +165,30 @@ def test_captured_as_a_graph(hard: bool) -> None:
         assert (a - b).float().norm() <= 1e-2 * b.float().norm()
 
 
-def test_deterministic_algorithms_repeat_exactly() -> None:
-    leaves = [torch.randn(2, 4, 300, 64, device="cuda").bfloat16() for _ in range(3)]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("tokens", "width"),
+    [(2, 64), (20, 8), (33, 16), (64, 48), (65, 64), (97, 32), (128, 64), (197, 16), (256, 64)],
+)
+def test_short_sequences_in_the_squared_metric(tokens: int, width: int, dtype: torch.dtype) -> None:
+    """κ as a whole: one block of ranks or two, last tiles of every size, widths of every kind."""
+    for tau in (0.0, 1.0):
+        options = {"metric": "squared", "inverse_temperature": tau}
+        errors = relative_errors(dtype, tokens, tokens, width, "dense", **options)
+        assert max(errors.values()) <= TOLERANCE[dtype], (tau, errors)
+
+
+@pytest.mark.parametrize(
+    ("metric", "tokens"), [("absolute", 300), ("squared", 300), ("squared", 197)]
+)
+def test_deterministic_algorithms_repeat_exactly(metric: str, tokens: int) -> None:
+    leaves = [torch.randn(2, 4, tokens, 64, device="cuda").bfloat16() for _ in range(3)]
     leaves = [x.requires_grad_() for x in leaves]
     torch.use_deterministic_algorithms(True)
     try:
         runs = []
         for _ in range(2):
-            out = espformer.esp_attention(*leaves)
+            out = espformer.esp_attention(*leaves, metric=metric)
             runs.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
     finally:
         torch.use_deterministic_algorithms(False)

@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import espformer
-from espformer.ops.esp.triton import narrow_plan, soft_plan, states
+from espformer.ops.esp.triton import dense_plan, narrow_plan, soft_plan, states
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -22,6 +22,9 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(states, "LEAST", 2)
         monkeypatch.setattr(states, "AHEAD", (2, 2))
         monkeypatch.setattr(states, "segment_length", lambda chunks, ahead, scans: ahead)
+        monkeypatch.setattr(dense_plan, "BLOCK", 16)
+        monkeypatch.setattr(dense_plan, "TILE", 8)
+        monkeypatch.setattr(dense_plan, "LEAST_TILE", 2)
 
 
 def gradients(
@@ -141,6 +144,45 @@ def test_where_recurrences_are_taken() -> None:
     assert not fits(4096, 8, torch.bfloat16, width=24)
     assert not fits(4096, 8, torch.bfloat16, metric="squared")
     assert not fits(4096, 8, torch.bfloat16, with_inv_bandwidth=True)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("tau", [0.0, 1.0], ids=["mean", "costs"])
+def test_short_sequences_in_the_squared_metric(
+    monkeypatch: pytest.MonkeyPatch, tau: float, masked: bool
+) -> None:
+    """κ as a whole, through the operators; padding comes last, and has no part in it."""
+    launched: list[str] = []
+    launch = dense_plan.DensePlanKernels._launch
+
+    def counted(self: Any, name: str, *args: Any, **options: Any) -> Any:
+        launched.append(name)
+        return launch(self, name, *args, **options)
+
+    monkeypatch.setattr(dense_plan.DensePlanKernels, "_launch", counted)
+    sizes = {"width": 2, "value_width": 5, "masked": masked, "metric": "squared"}
+    compare(19, 19, torch.float16, 5e-3, learnt=False, inverse_temperature=tau, **sizes)
+    costs = tau > 0
+    assert launched == [*["cross"] * costs, "rows", "grad", "all", *["all", "all"] * costs]
+
+
+def test_where_kappa_is_computed_as_a_whole() -> None:
+    def fits(tokens: int = 197, ranks: int | None = None, **options: Any) -> bool:
+        options = {"width": 64, "dtype": torch.bfloat16, "metric": "squared"} | options
+        shape = (512, 64, tokens if ranks is None else ranks)
+        return dense_plan.fits(shape, tokens, options.pop("queries", tokens), **options)
+
+    assert fits(scales=False)
+    assert fits(tokens=1, scales=False, dtype=torch.float16, width=8)
+    assert not fits(scales=True)
+    assert not fits(tokens=257, scales=False)
+    assert not fits(tokens=0, scales=False)
+    assert not fits(ranks=220, scales=False), "pieces of ranks"
+    assert not fits(queries=100, scales=False)
+    assert not fits(scales=False, width=80)
+    assert not fits(scales=False, dtype=torch.float32)
+    assert not fits(scales=False, metric="absolute")
+    assert not fits(scales=False, with_inv_bandwidth=True)
 
 
 @pytest.mark.parametrize("metric", ["absolute", "squared"])

@@ -9,8 +9,13 @@ import pytest
 pytest.importorskip("triton")
 
 PROGRAM = """
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
@@ -19,6 +24,8 @@ from espformer.ops.esp.triton.costs import centre_grad_kernel, centre_kernel
 from espformer.ops.esp.triton.costs import norm_costs_grad_kernel, norm_costs_kernel
 from espformer.ops.esp.triton.dense_columns import dense_column_kernel, dense_norm_costs_kernel
 from espformer.ops.esp.triton.dense_columns import dense_norm_costs_grad_kernel
+from espformer.ops.esp.triton.dense_plan import _sizes, dense_apply_kernel, dense_cross_kernel
+from espformer.ops.esp.triton.dense_plan import join_kernel, place_kernel
 from espformer.ops.esp.triton.hard_plan import compose_kernel, gather_kernel, pair_kernel
 from espformer.ops.esp.triton.narrow_plan import narrow_apply_kernel, narrow_grad_kernel
 from espformer.ops.esp.triton.normalise import BACKWARD, FORWARD, balance_kernel, column_kernel
@@ -34,7 +41,7 @@ import triton.language as tl
 INDICES = {"order_ptr", "key_order_ptr", "query_order_ptr", "index_ptr", "from_ptr", "to_ptr"}
 INDICES |= {"words_ptr", "lengths_ptr"}
 SIZES = {"N", "L", "HEADS", "CHUNKS", "START", "COUNT", "D", "BLOCKS", "STRIDE", "ROWS", "TOKENS"}
-SIZES |= {"PAIRS", "KEYS", "QUERIES", "SEGMENTS", "LENGTH", "D8"}
+SIZES |= {"PAIRS", "KEYS", "QUERIES", "SEGMENTS", "LENGTH", "D8", "PART"}
 WARPS = 4
 EVERY_VARIANT = sys.argv[1:] == ["every variant"]
 built = set()
@@ -60,6 +67,18 @@ def build(kernel, constants, warps=WARPS, registers=None, **types):
     assert len(compiled.asm["cubin"]) > 0
     print(kernel.__name__)
     return compiled
+
+
+def spilled(compiled):
+    # Bytes of the stack, where registers are spilled to; none without the tool.
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if compiled is None or not tool.exists():
+        return 0
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        usage = [str(tool), "-res-usage", file.name]
+        text = subprocess.run(usage, capture_output=True, text=True, check=True)
+    return int(re.search(r"STACK:(\\d+)", text.stdout + text.stderr).group(1))
 
 
 def build_chunks(table, row, chunk, alone=False, width=64):
@@ -148,6 +167,23 @@ build(dense_norm_costs_kernel, blocks | dict(in_scale_ptr=None), warps=1)
 build(dense_norm_costs_grad_kernel, blocks | dict(ATOMIC=False), warps=1)
 ones = dict(ATOMIC=True, in_scale_ptr=None, d_in_scale_ptr=None)
 build(dense_norm_costs_grad_kernel, blocks | ones, warps=1)
+for ranks, width, rows in ((197, 64, "*bf16"), (50, 64, "*fp16"), (20, 8, "*bf16")):
+    sizes = {k: v for k, v in _sizes(64, ranks).items() if k not in ("N", "L")}
+    types = dict(x_ptr=rows, g_ptr=rows, warps=sizes["C"] // 16)
+    for complex_ in (True, False):
+        sides = sizes | dict(D=width, BLOCK_D=max(16, width), COMPLEX=complex_, TRANSPOSED=False)
+        few = dict(d_mid_scale_ptr=None, totals_ptr=None)
+        none = few | dict(g_ptr=None, by_rank_ptr=None, by_token_ptr=None)
+        assert spilled(build(dense_apply_kernel, sides | none, **types)) == 0
+        assert spilled(build(dense_apply_kernel, sides | dict(out_ptr=None), **types)) == 0
+        build(dense_apply_kernel, sides | dict(totals_ptr=None), **types)
+        back = build(dense_apply_kernel, sides | few | dict(TRANSPOSED=True), **types)
+        assert spilled(back) <= 64, "a few registers, outside of its loop"
+        del sides["TRANSPOSED"]
+        assert spilled(build(dense_cross_kernel, sides, **types)) == 0
+        room = dict(ROOM=sizes["ROOM"])
+        build(place_kernel, room | dict(COMPLEX=complex_), warps=1)
+    build(join_kernel, room | dict(BLOCKS=sizes["BLOCKS"]), warps=1)
 scratch = dict.fromkeys(("w_ptr", "p_ptr", "behind_ptr", "w_behind_ptr", "p_behind_ptr"), "*bf16")
 for width, lanes, rows in ((8, 8, "*bf16"), (0, 16, "*fp16")):
     narrow = dict(D=width, BLOCK_D=lanes, G=32 // lanes, UNROLL=8 if EVERY_VARIANT else 1)
@@ -238,9 +274,9 @@ def compiled(*arguments: str) -> list[str]:
 
 
 def test_every_kernel_compiles_for_hopper() -> None:
-    assert len(compiled()) == 30
+    assert len(compiled()) == 34
 
 
 @pytest.mark.slow
 def test_every_variant_compiles_for_hopper() -> None:
-    assert len(compiled("every variant")) == 166
+    assert len(compiled("every variant")) == 205

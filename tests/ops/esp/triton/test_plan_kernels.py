@@ -8,7 +8,15 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from espformer.ops.esp.triton import costs, dense_columns, narrow_plan, normalise, states
+from espformer.ops.esp.triton import (
+    costs,
+    dense_columns,
+    dense_plan,
+    narrow_plan,
+    normalise,
+    states,
+)
+from espformer.ops.esp.triton.dense_plan import DensePlanKernels
 from espformer.ops.esp.triton.narrow_plan import NarrowPlanKernels
 from espformer.ops.esp.triton.plan import Plan
 from espformer.ops.esp.triton.soft_plan import PlanGradients, PlanKernels
@@ -27,6 +35,9 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(states, "segment_length", lambda chunks, ahead, scans: ahead)
         monkeypatch.setattr(dense_columns, "BLOCK_M", 4)
         monkeypatch.setattr(dense_columns, "BLOCK_N", 2)
+        monkeypatch.setattr(dense_plan, "BLOCK", 16)
+        monkeypatch.setattr(dense_plan, "TILE", 8)
+        monkeypatch.setattr(dense_plan, "LEAST_TILE", 2)
 
 
 @pytest.fixture(params=[0, 256], ids=["scans", "dense"])
@@ -107,10 +118,16 @@ NARROW = [
     pytest.param("absolute", 3, 3, 16, 8, 0.3, id="absolute-B3-L3-N16-D8"),
     pytest.param("absolute", 2, 1, 21, 16, 0.02, id="absolute-B2-L1-N21-D16"),
 ]
+# For κ as a whole: one block or three, and last tiles of one token, of some and of all.
+DENSE = [
+    pytest.param("squared", 2, 3, 16, 8, 0.1, id="squared-B2-L3-N16-D8"),
+    pytest.param("squared", 1, 2, 21, 16, 0.01, id="squared-B1-L2-N21-D16"),
+]
 PLANS = [
     *((PlanKernels, *case.values) for case in CASES),
     *((NarrowPlanKernels, *case.values) for case in CASES + NARROW if is_narrow(*case.values)),
 ]
+DENSE_PLANS = [case for case in CASES + DENSE if case.values[4] <= dense_plan.MOST_WIDTH]
 
 
 @pytest.mark.parametrize(("kind", "metric", "batch", "slices", "ranks", "width", "t"), PLANS)
@@ -164,6 +181,56 @@ def test_plans(
     close(found.mid_scale, dots)
     close(ranked[3], (x * kp).sum(-1) * each / keys.factor)
     close(ranked[4], (g * kw).sum(-1) * each / queries.factor)
+
+
+@pytest.mark.parametrize("programs", [1, 1000], ids=["all slices", "parts"])
+@pytest.mark.parametrize(("metric", "batch", "slices", "ranks", "width", "t"), DENSE_PLANS)
+def test_dense_plans(
+    monkeypatch: pytest.MonkeyPatch, metric: str, batch: int, slices: int, ranks: int, width: int,
+    t: float, programs: int,
+) -> None:  # fmt: skip
+    """κ as a whole: a program for all slices of a head, or for some; with and without dg."""
+    monkeypatch.setattr(dense_plan, "LEAST_PROGRAMS", programs)
+    keys, queries = (Side(metric, batch, slices, ranks, width, t) for _ in range(2))
+    for side in (keys, queries):
+        side.factor = torch.ones_like(side.factor)  # these kernels know no scales at the ends
+        if DEVICE == "cuda":
+            side.rows = side.rows.bfloat16()
+    tolerance = 2e-5 if DEVICE == "cpu" else 2e-2
+    weight = torch.rand(batch, slices, device=DEVICE)
+    plan = Plan(
+        queries.points, keys.points, queries.order.int(), keys.order.int(), keys.rates,
+        queries.scale * keys.scale, None, None, metric,
+    )  # fmt: skip
+    plans = DensePlanKernels(plan, keys.rows.dtype)
+    x, g = keys.ranked(), queries.ranked()
+    y, z = keys.matrix @ x, queries.matrix @ g
+    scale = (keys.scale * queries.scale).double().unsqueeze(-1)
+    w, p = scale * y, scale * z
+    applied = queries.to_tokens(queries.matrix @ w, weight)
+    totals = (w * z).sum((-2, -1))
+    each = weight.double().unsqueeze(-1)
+
+    out = torch.ones(queries.rows.shape, device=DEVICE)
+    plans.apply(keys.rows, weight, out)
+    close(out - 1, applied, tolerance)
+    crossed = torch.full_like(weight, torch.nan)
+    plans.cross(queries.rows, keys.rows, crossed)
+    close(crossed, totals, tolerance)
+    for with_dg in (False, True):
+        dx, dg = torch.zeros(2, *out.shape, device=DEVICE).unbind()
+        ranked = torch.full((3, batch, slices, ranks), torch.nan, device=DEVICE).unbind()
+        d_weight = None if with_dg else torch.full_like(weight, torch.nan)
+        found = PlanGradients(d_weight, None, *ranked, None, None)
+        plans.grad(queries.rows, keys.rows, weight, dx, dg if with_dg else None, found)
+        close(dx, keys.to_tokens(keys.matrix @ p, weight), tolerance)
+        if with_dg:
+            close(dg, applied, tolerance)
+        if d_weight is not None:
+            close(d_weight, totals, tolerance)
+        close(found.key_points, keys.slopes(x, p) * each, tolerance)
+        close(found.query_points, queries.slopes(g, w) * each, tolerance)
+        close(found.mid_scale, (y * z).sum(-1) * each, tolerance)
 
 
 @pytest.mark.parametrize(("metric", "batch", "slices", "ranks", "width", "t"), CASES)

@@ -47,8 +47,9 @@ if TYPE_CHECKING:
 
 METRICS = ("squared",)  # the absolute one has a single real pole, whose states cost less
 MOST_RANKS, MOST_WIDTH = 256, 64
-# Most ranks of a program, tokens of a tile, and the least of the last tile.
-BLOCK, TILE, LEAST_TILE = 128, 64, 16
+# Most ranks of a program, tokens of a tile, and the least of the last tile: κ with 16 columns, made
+# in registers, is a right operand that the compiler does not store correctly.
+BLOCK, TILE, LEAST_TILE = 128, 64, 32
 SCRATCH_BYTES = 1 << 29
 REGISTERS: dict[str, int | None] = {"rows": None, "grad": None, "all": None, "cross": None}
 LEAST_PROGRAMS = 528  # twice as many as a GPU runs at once
