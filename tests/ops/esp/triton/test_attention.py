@@ -159,6 +159,8 @@ def test_short_sequences_in_the_squared_metric(
         launched.append(name)
         return launch(self, name, *args, **options)
 
+    monkeypatch.setattr(dense_plan, "LEAST_RANKS", 1)
+    monkeypatch.setattr(dense_plan, "LEAST_WIDTH", 1)
     monkeypatch.setattr(dense_plan.DensePlanKernels, "_launch", counted)
     sizes = {"width": 2, "value_width": 5, "masked": masked, "metric": "squared"}
     compare(19, 19, torch.float16, 5e-3, learnt=False, inverse_temperature=tau, **sizes)
@@ -168,21 +170,24 @@ def test_short_sequences_in_the_squared_metric(
 
 def test_where_kappa_is_computed_as_a_whole() -> None:
     def fits(tokens: int = 197, ranks: int | None = None, **options: Any) -> bool:
-        options = {"width": 64, "dtype": torch.bfloat16, "metric": "squared"} | options
         shape = (512, 64, tokens if ranks is None else ranks)
-        return dense_plan.fits(shape, tokens, options.pop("queries", tokens), **options)
+        asked = {"width": 64, "dtype": torch.bfloat16, "metric": "squared", "scales": False}
+        asked |= {"queries": tokens, "backward": False} | options
+        return dense_plan.fits(shape, tokens, **asked)
 
-    assert fits(scales=False)
-    assert fits(tokens=1, scales=False, dtype=torch.float16, width=8)
+    assert fits()
+    assert fits(tokens=128, dtype=torch.float16, width=40, backward=True)
+    assert not fits(backward=True), "two blocks of ranks"
     assert not fits(scales=True)
-    assert not fits(tokens=257, scales=False)
-    assert not fits(tokens=0, scales=False)
-    assert not fits(ranks=220, scales=False), "pieces of ranks"
-    assert not fits(queries=100, scales=False)
-    assert not fits(scales=False, width=80)
-    assert not fits(scales=False, dtype=torch.float32)
-    assert not fits(scales=False, metric="absolute")
-    assert not fits(scales=False, with_inv_bandwidth=True)
+    assert not fits(tokens=257)
+    assert not fits(tokens=20)
+    assert not fits(ranks=220), "pieces of ranks"
+    assert not fits(queries=100)
+    assert not fits(width=80)
+    assert not fits(width=32)
+    assert not fits(dtype=torch.float32)
+    assert not fits(metric="absolute")
+    assert not fits(with_inv_bandwidth=True)
 
 
 @pytest.mark.parametrize("metric", ["absolute", "squared"])

@@ -46,12 +46,15 @@ if TYPE_CHECKING:
     from espformer.ops.esp.triton.soft_plan import PlanGradients
 
 METRICS = ("squared",)  # the absolute one has a single real pole, whose states cost less
-MOST_RANKS, MOST_WIDTH = 256, 64
+# Chunks are faster for narrow rows, for a few ranks, and in the backward of more than 128: two
+# blocks, of which the second is often half empty, and one program at a time on a multiprocessor.
+LEAST_RANKS, MOST_RANKS, MOST_RANKS_GRAD = 33, 256, 128
+LEAST_WIDTH, MOST_WIDTH = 33, 64
 # Most ranks of a program, tokens of a tile, and the least of the last tile: κ with 16 columns, made
 # in registers, is a right operand that the compiler does not store correctly.
 BLOCK, TILE, LEAST_TILE = 128, 64, 32
 SCRATCH_BYTES = 1 << 29
-REGISTERS: dict[str, int | None] = {"rows": None, "grad": None, "all": None, "cross": None}
+REGISTERS = {"rows": 128, "grad": 128, "all": None, "cross": None}  # 128: two programs at once
 LEAST_PROGRAMS = 528  # twice as many as a GPU runs at once
 FIELDS = tl.constexpr(5)  # of `placed`: points of keys by rank, by token, of queries, `mid_scale`
 
@@ -366,7 +369,7 @@ def join_kernel(
 
 def fits(
     shape: Shape, keys: int, queries: int, width: int, dtype: torch.dtype, metric: str,
-    scales: bool, with_inv_bandwidth: bool = False,
+    scales: bool, backward: bool, with_inv_bandwidth: bool = False,
 ) -> bool:  # fmt: skip
     """Whether to compute κ as a whole: for short sequences of 16-bit rows in the squared metric.
 
@@ -376,8 +379,8 @@ def fits(
     return (
         metric in METRICS
         and shape[-1] == keys == queries
-        and 0 < keys <= MOST_RANKS
-        and width <= MOST_WIDTH
+        and LEAST_RANKS <= keys <= (MOST_RANKS_GRAD if backward else MOST_RANKS)
+        and LEAST_WIDTH <= width <= MOST_WIDTH
         and dtype.itemsize == 2
         and not scales
         and not with_inv_bandwidth

@@ -511,7 +511,9 @@ def _grouped(
     kind: type[Kernels] = PlanKernels
     if narrow_plan.fits(shape, width, dtype, metric, with_inv_bandwidth):
         kind, pairs = NarrowPlanKernels, narrow_plan.pairs_at_once(ranks, width, dtype, backward)
-    elif dense_plan.fits(shape, keys, queries, width, dtype, metric, scales, with_inv_bandwidth):
+    elif dense_plan.fits(
+        shape, keys, queries, width, dtype, metric, scales, backward, with_inv_bandwidth
+    ):
         kind, pairs = DensePlanKernels, max(slices, dense_plan.pairs_at_once(ranks))
     else:
         each = Chunks.of(shape, metric, dtype).scratch_bytes(width, backward)
