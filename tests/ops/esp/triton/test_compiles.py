@@ -24,6 +24,7 @@ from espformer.ops.esp.triton.costs import centre_grad_kernel, centre_kernel
 from espformer.ops.esp.triton.costs import norm_costs_grad_kernel, norm_costs_kernel
 from espformer.ops.esp.triton.dense_columns import dense_column_kernel, dense_norm_costs_kernel
 from espformer.ops.esp.triton.dense_columns import dense_norm_costs_grad_kernel
+from espformer.ops.esp.triton.dense_plan import REGISTERS as DENSE_REGISTERS
 from espformer.ops.esp.triton.dense_plan import _sizes, dense_apply_kernel, dense_cross_kernel
 from espformer.ops.esp.triton.dense_plan import join_kernel, place_kernel
 from espformer.ops.esp.triton.hard_plan import compose_kernel, gather_kernel, pair_kernel
@@ -47,7 +48,7 @@ EVERY_VARIANT = sys.argv[1:] == ["every variant"]
 built = set()
 
 
-def build(kernel, constants, warps=WARPS, registers=None, **types):
+def build(kernel, constants, warps=WARPS, registers=None, aligned=False, **types):
     if kernel in built and not EVERY_VARIANT:
         return None
     built.add(kernel)
@@ -61,7 +62,9 @@ def build(kernel, constants, warps=WARPS, registers=None, **types):
 
     constants = {name: constants[name] for name in kernel.arg_names if name in constants}
     signature = {name: kind(name) for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, constants)
+    pointers = [i for i, name in enumerate(signature) if signature[name][0] == "*"]
+    divisors = {(i,): [["tt.divisibility", 16]] for i in pointers if aligned}
+    source = ASTSource(kernel, signature, constants, divisors)
     target = GPUTarget("cuda", 90, 32)
     compiled = compile(source, target=target, options={"num_warps": warps, "maxnreg": registers})
     assert len(compiled.asm["cubin"]) > 0
@@ -167,21 +170,28 @@ build(dense_norm_costs_kernel, blocks | dict(in_scale_ptr=None), warps=1)
 build(dense_norm_costs_grad_kernel, blocks | dict(ATOMIC=False), warps=1)
 ones = dict(ATOMIC=True, in_scale_ptr=None, d_in_scale_ptr=None)
 build(dense_norm_costs_grad_kernel, blocks | ones, warps=1)
-for ranks, width, rows in ((197, 64, "*bf16"), (50, 64, "*fp16"), (20, 8, "*bf16")):
+for ranks, width, rows in (
+    (197, 64, "*bf16"), (128, 64, "*bf16"), (50, 64, "*fp16"), (20, 8, "*bf16")
+):
     sizes = {k: v for k, v in _sizes(64, ranks).items() if k not in ("N", "L")}
-    types = dict(x_ptr=rows, g_ptr=rows, warps=sizes["C"] // 16)
+    room = dict(ROOM=sizes["ROOM"])
     for complex_ in (True, False):
-        sides = sizes | dict(D=width, BLOCK_D=max(16, width), COMPLEX=complex_, TRANSPOSED=False)
+        every = sizes | dict(D=width, BLOCK_D=max(16, width), COMPLEX=complex_)
+        sides = every | dict(TRANSPOSED=False)
         few = dict(d_mid_scale_ptr=None, totals_ptr=None)
         none = few | dict(g_ptr=None, by_rank_ptr=None, by_token_ptr=None)
-        assert spilled(build(dense_apply_kernel, sides | none, **types)) == 0
-        assert spilled(build(dense_apply_kernel, sides | dict(out_ptr=None), **types)) == 0
-        build(dense_apply_kernel, sides | dict(totals_ptr=None), **types)
-        back = build(dense_apply_kernel, sides | few | dict(TRANSPOSED=True), **types)
-        assert spilled(back) <= 64, "a few registers, outside of its loop"
-        del sides["TRANSPOSED"]
-        assert spilled(build(dense_cross_kernel, sides, **types)) == 0
-        room = dict(ROOM=sizes["ROOM"])
+        for name, kernel, constants in (
+            ("rows", dense_apply_kernel, sides | none),
+            ("grad", dense_apply_kernel, sides | dict(out_ptr=None)),
+            ("all", dense_apply_kernel, sides | dict(totals_ptr=None)),
+            ("all", dense_apply_kernel, sides | few | dict(TRANSPOSED=True)),
+            ("cross", dense_cross_kernel, every),
+        ):
+            types = dict(x_ptr=rows, g_ptr=rows, warps=sizes["C"] // 16, aligned=True)
+            dense = build(kernel, constants, registers=DENSE_REGISTERS[name], **types)
+            # Some of them, so that two programs run at once, or with two blocks of ranks.
+            few_spill = DENSE_REGISTERS[name] or ranks > 128
+            assert spilled(dense) <= (128 if few_spill else 0), (name, ranks, complex_)
         build(place_kernel, room | dict(COMPLEX=complex_), warps=1)
     build(join_kernel, room | dict(BLOCKS=sizes["BLOCKS"]), warps=1)
 scratch = dict.fromkeys(("w_ptr", "p_ptr", "behind_ptr", "w_behind_ptr", "p_behind_ptr"), "*bf16")
@@ -279,4 +289,4 @@ def test_every_kernel_compiles_for_hopper() -> None:
 
 @pytest.mark.slow
 def test_every_variant_compiles_for_hopper() -> None:
-    assert len(compiled("every variant")) == 205
+    assert len(compiled("every variant")) == 218
