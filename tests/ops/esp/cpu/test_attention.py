@@ -25,7 +25,7 @@ from tests.compare import (
 )
 
 
-def any_call(largest=8, widths=(1, 3, 8)):
+def any_call(largest=16, widths=(1, 3, 8, 16)):
     """Problems of every kind; every further width is seconds of compiling."""
     return given(
         metric=st.sampled_from(METRICS),

@@ -191,26 +191,26 @@ def plans_gradient(
 SQUARES, D_SQUARES, SUMS, MET, D_MET, AT_RANK, MIXED, D_SCALE = range(2, 10)
 
 # Pairs (x, p) of operands of κ and their upstream gradients, which contribute to the gradient of
-# the points, are columns of one row: first all x, then all p. They are the balancing steps and
-# their start, or the normalisation; squares and row sums are the last two. There is space for their
-# products and slopes.
-PAIRS, PAIR_PRODUCTS, PAIR_SLOPES = range(3)
-PAIR_LANES = {False: LANES[8], True: LANES[32]}  # by whether there are balancing steps
+# the points, are columns of blocks: first the x of a block, then its p. They are the balancing
+# steps and their start, or the normalisation; squares and row sums are the last two. The first two
+# rows are space for products and slopes of one block.
+PAIR_PRODUCTS, PAIR_SLOPES, PAIRS = range(3)
+PAIR_LANES = LANES[16]
+IN_BLOCK = 8  # pairs
 
 
 @part
-def squares_gradient(kappa, order, scale_in, scale_out, weight, columns, pairs, d_out, d_in, lanes):  # type: ignore[no-untyped-def]
+def squares_gradient(kappa, order, scale_in, scale_out, weight, columns, pairs, d_out, d_in):  # type: ignore[no-untyped-def]
     """Of ``weight Σ_n out_n (κ in ‖x‖²)_n met_n``; `d_out` and `d_in` may be empty."""
-    width, half = 8 * len(lanes), 4 * len(lanes)
-    at_rank, mixed = columns[AT_RANK], columns[MIXED]
+    at_rank, mixed, last = columns[AT_RANK], columns[MIXED], pairs[len(pairs) - 1]
     mix_squares(kappa, order, scale_in, columns[SQUARES], at_rank, mixed)
     for i in range(kappa.n):
-        pairs[PAIRS, i * width + half - 2] = at_rank[i]
+        last[2 * i * IN_BLOCK + IN_BLOCK - 2] = at_rank[i]
         if len(d_out):
             d_out[i] += weight * columns[MET, i] * mixed[i]
         columns[D_MET, i] = weight * scale_out[i] * mixed[i]
         at_rank[i] = weight * scale_out[i] * columns[MET, i]
-        pairs[PAIRS, i * width + width - 2] = at_rank[i]
+        last[2 * i * IN_BLOCK + 2 * IN_BLOCK - 2] = at_rank[i]
     multiply_column(kappa, at_rank, mixed)
     for i in range(kappa.n):
         columns[D_SQUARES, order[i]] += scale_in[i] * mixed[i]
@@ -219,15 +219,14 @@ def squares_gradient(kappa, order, scale_in, scale_out, weight, columns, pairs, 
 
 
 @part
-def sums_gradient(kappa, scale_in, scale_out, columns, pairs, d_sums, d_out, d_in, lanes):  # type: ignore[no-untyped-def]
+def sums_gradient(kappa, scale_in, scale_out, columns, pairs, d_sums, d_out, d_in):  # type: ignore[no-untyped-def]
     """Of the row sums ``out κ in``; they are constant unless balanced."""
-    width, half = 8 * len(lanes), 4 * len(lanes)
-    at_rank, mixed = columns[AT_RANK], columns[MIXED]
+    at_rank, mixed, last = columns[AT_RANK], columns[MIXED], pairs[len(pairs) - 1]
     for i in range(kappa.n):
         d_out[i] += d_sums[i] * columns[SUMS, i] / scale_out[i]
         at_rank[i] = d_sums[i] * scale_out[i]
-        pairs[PAIRS, i * width + half - 1] = scale_in[i]
-        pairs[PAIRS, i * width + width - 1] = at_rank[i]
+        last[2 * i * IN_BLOCK + IN_BLOCK - 1] = scale_in[i]
+        last[2 * i * IN_BLOCK + 2 * IN_BLOCK - 1] = at_rank[i]
     multiply_column(kappa, at_rank, mixed)
     for i in range(kappa.n):
         d_in[i] += mixed[i]
@@ -235,12 +234,11 @@ def sums_gradient(kappa, scale_in, scale_out, columns, pairs, d_sums, d_out, d_i
 
 @part
 def scales_gradient(
-    kappa, scale_out, balanced, exponents, unit, columns, pairs, steps, d_out, d_in, lanes
+    kappa, scale_out, balanced, exponents, unit, columns, pairs, steps, d_out, d_in
 ):  # type: ignore[no-untyped-def]
     """From the gradient of the scales to pairs (x, p) that contribute to the gradient of the
     points.
     """
-    width, half = 8 * len(lanes), 4 * len(lanes)
     if balanced:
         x, r = steps[0], steps[1]
         balance_steps(kappa, unit, exponents, x, r, columns[MIXED])
@@ -248,27 +246,35 @@ def scales_gradient(
             columns[D_SCALE, i] = d_out[i] + d_in[i]
         balance_gradient(
             kappa, exponents, x, r, columns[D_SCALE], columns[AT_RANK], columns[MIXED],
-            pairs[PAIRS], width, half,
+            pairs[PAIRS:], IN_BLOCK,
         )  # fmt: skip
     else:
         for i in range(kappa.n):
-            pairs[PAIRS, i * width] = 1
-            pairs[PAIRS, i * width + half] = -d_out[i] * scale_out[i] * scale_out[i]
+            pairs[PAIRS, 2 * i * IN_BLOCK] = 1
+            pairs[PAIRS, (2 * i + 1) * IN_BLOCK] = -d_out[i] * scale_out[i] * scale_out[i]
 
 
 @part
-def let_pairs_pull(kappa, order, pairs, slopes, ranks, unit, settings, d_points, lanes):  # type: ignore[no-untyped-def]
+def add_slopes_of_pairs(kappa, pairs, ranks, unit, slopes):  # type: ignore[no-untyped-def]
+    """``slopes += x · κ'p + p · κ'x`` of all pairs."""
+    found = pairs[PAIR_SLOPES]
+    for block in range(PAIRS, len(pairs)):
+        own = pairs[block]
+        multiply_with_slope(kappa, own, ranks, unit, pairs[PAIR_PRODUCTS], found, PAIR_LANES)
+        add_crossed_products(own, found, kappa.n, slopes, PAIR_LANES)
+
+
+@part
+def points_gradient(kappa, order, pairs, slopes, ranks, unit, d_points):  # type: ignore[no-untyped-def]
     """Brings the slopes of one slice to its tokens; gives back the gradient of inv_bandwidth."""
-    n, own, found = kappa.n, pairs[PAIRS], pairs[PAIR_SLOPES]
-    multiply_with_slope(kappa, own, ranks, unit, pairs[PAIR_PRODUCTS], found, lanes)
-    add_crossed_products(own, found, n, slopes, lanes)  # x · κ'p + p · κ'x
-    for i in range(n):
+    add_slopes_of_pairs(kappa, pairs, ranks, unit, slopes)
+    for i in range(kappa.n):
         d_points[order[i]] = kappa.inv_bandwidth * slopes[i]
-    return stretch(kappa.points, n, slopes)
+    return bandwidth_gradient(kappa.points, kappa.n, slopes)
 
 
 @part
-def stretch(points, n, slopes):  # type: ignore[no-untyped-def]
+def bandwidth_gradient(points, n, slopes):  # type: ignore[no-untyped-def]
     """``Σ_n s_n slopes_n``, the gradient of inv_bandwidth: all depends on ``s · inv_bandwidth``.
 
     The slopes sum to zero, so the numbers can be taken relative to any one of them. Sums are in
@@ -293,7 +299,7 @@ def add_squares(rows, centre, d_squares, d_rows):  # type: ignore[no-untyped-def
 @kernel
 def finish_gradient(
     h0, h1, l0, l1, settings, queries, keys, pairs, query, key, centre, d_costs,
-    q_grad, k_grad, d_query_points, d_key_points, d_query, d_key, room, lanes,
+    q_grad, k_grad, d_query_points, d_key_points, d_query, d_key, room,
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """Gradients of all columns (squares, row sums, scales), then of the points.
 
@@ -310,10 +316,10 @@ def finish_gradient(
         if n == 0 or m == 0:
             continue
         if with_costs:
-            pack(query[head], centre[head], q_blocks, lanes)
-            pack(key[head], centre[head], k_blocks, lanes)
-            squared_norms(q_blocks, rows, q[SQUARES], lanes)
-            squared_norms(k_blocks, columns, k[SQUARES], lanes)
+            pack(query[head], centre[head], q_blocks, PAIR_LANES)
+            pack(key[head], centre[head], k_blocks, PAIR_LANES)
+            squared_norms(q_blocks, rows, q[SQUARES], PAIR_LANES)
+            squared_norms(k_blocks, columns, k[SQUARES], PAIR_LANES)
             clear(q[D_SQUARES], rows)
             clear(k[D_SQUARES], columns)
         for l in range(l0, l1):
@@ -331,54 +337,36 @@ def finish_gradient(
                 copy(couple_column(own.rows, own.columns, own.weights, k[SUMS], q[MET]), n, q[MET])
                 copy(couple_column(own.columns, own.rows, own.weights, q[SUMS], k[MET]), m, k[MET])
                 squares_gradient(
-                    kappa_q,
-                    plan.q_order,
-                    plan.q_in,
-                    plan.q_out,
-                    weight,
-                    q,
-                    q_pairs,
-                    q_outs,
-                    q_ins,
-                    lanes,
+                    kappa_q, plan.q_order, plan.q_in, plan.q_out, weight, q, q_pairs, q_outs, q_ins
                 )
                 squares_gradient(
-                    kappa_k,
-                    plan.k_order,
-                    plan.k_in,
-                    plan.k_out,
-                    weight,
-                    k,
-                    k_pairs,
-                    k_outs,
-                    k_ins,
-                    lanes,
+                    kappa_k, plan.k_order, plan.k_in, plan.k_out, weight, k, k_pairs, k_outs, k_ins
                 )
                 if balanced and settings.slopes:
                     d_q_sums = couple_column(own.rows, own.columns, own.weights, k[D_MET], q[MET])
                     d_k_sums = couple_column(own.columns, own.rows, own.weights, q[D_MET], k[MET])
                     sums_gradient(
-                        kappa_q, plan.q_in, plan.q_out, q, q_pairs, d_q_sums, q_outs, q_ins, lanes
+                        kappa_q, plan.q_in, plan.q_out, q, q_pairs, d_q_sums, q_outs, q_ins
                     )
                     sums_gradient(
-                        kappa_k, plan.k_in, plan.k_out, k, k_pairs, d_k_sums, k_outs, k_ins, lanes
+                        kappa_k, plan.k_in, plan.k_out, k, k_pairs, d_k_sums, k_outs, k_ins
                     )
             if settings.slopes:
                 scales_gradient(
                     kappa_q, plan.q_out, balanced, settings.exponents, unit, q, q_pairs, room.steps,
-                    q_outs, q_ins, lanes,
+                    q_outs, q_ins,
                 )  # fmt: skip
                 scales_gradient(
                     kappa_k, plan.k_out, balanced, settings.exponents, unit, k, k_pairs, room.steps,
-                    k_outs, k_ins, lanes,
+                    k_outs, k_ins,
                 )  # fmt: skip
-                q_grad.inv_bandwidth[head, l] = let_pairs_pull(
-                    kappa_q, plan.q_order, q_pairs, q_grad.slopes[head, l], ranks, unit, settings,
-                    d_query_points[head, l], lanes,
+                q_grad.inv_bandwidth[head, l] = points_gradient(
+                    kappa_q, plan.q_order, q_pairs, q_grad.slopes[head, l], ranks, unit,
+                    d_query_points[head, l],
                 )  # fmt: skip
-                k_grad.inv_bandwidth[head, l] = let_pairs_pull(
-                    kappa_k, plan.k_order, k_pairs, k_grad.slopes[head, l], ranks, unit, settings,
-                    d_key_points[head, l], lanes,
+                k_grad.inv_bandwidth[head, l] = points_gradient(
+                    kappa_k, plan.k_order, k_pairs, k_grad.slopes[head, l], ranks, unit,
+                    d_key_points[head, l],
                 )  # fmt: skip
         if with_costs:
             add_squares(query[head], centre[head], q[D_SQUARES], d_query[head])

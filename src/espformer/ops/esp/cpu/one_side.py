@@ -17,11 +17,10 @@ from espformer.ops.esp.cpu.compiling import kernel, part, stand_alone
 from espformer.ops.esp.cpu.gradients import (
     LEFT,
     LEFT_SLOPE,
-    PRODUCT,
-    let_pairs_pull,
+    add_slopes_of_pairs,
+    bandwidth_gradient,
     pull_back,
     scales_gradient,
-    stretch,
 )
 from espformer.ops.esp.cpu.kappa import (
     multiply,
@@ -181,7 +180,7 @@ def to_numbers(settings, unit, side, head, slopes, shape, d_numbers):  # type: i
     n, order, points = side.lengths[head], side.order[head, 0], side.points[head, 0]
     inv_bandwidth = np.float64(settings.inv_bandwidth[head])
     factor, mean, spread = shape[FACTOR], shape[MEAN], shape[SPREAD]
-    pulls, turned = stretch(points, n, slopes), 0.0
+    pulls, turned = bandwidth_gradient(points, n, slopes), 0.0
     if unit.in_spreads and shape[FREE] > 0 and spread > 0:
         turned = pulls / (n * spread * spread)
     scale = inv_bandwidth * factor
@@ -199,7 +198,7 @@ def to_numbers(settings, unit, side, head, slopes, shape, d_numbers):  # type: i
 @kernel
 def mix_gradient(
     h0, h1, l0, l1, settings, unit, side, shapes, x, y, back, rows_wanted, centre, d_rows,
-    d_numbers, d_temperatures, room, lanes, pair_lanes,
+    d_numbers, d_temperatures, room, lanes,
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """Gradients of F(X, Y): of the rows that were mixed, of the numbers and of the temperatures.
 
@@ -246,11 +245,9 @@ def mix_gradient(
             if settings.slopes:
                 scales_gradient(
                     kappa, scales, settings.balanced, settings.exponents, ones, columns, pairs,
-                    room.steps, d_out, d_in, pair_lanes,
+                    room.steps, d_out, d_in,
                 )  # fmt: skip
-                let_pairs_pull(
-                    kappa, ranks, pairs, slopes, ranks, ones, settings, rows[PRODUCT], pair_lanes
-                )
+                add_slopes_of_pairs(kappa, pairs, ranks, ones, slopes)
                 d_temperatures[head] = to_numbers(
                     settings, unit, side, head, slopes, shapes[head], d_numbers[head]
                 )  # fmt: skip

@@ -33,8 +33,8 @@ DIFFERENTIABLE = 7  # the first: query, key, value, points of both, inv_bandwidt
 
 
 def _lanes(width: int) -> tuple[int, ...]:
-    """Columns per block: 8, 16 or 32."""
-    return LANES[8 if width <= 8 else 16 if width <= 16 else 32]
+    """Columns per block: 16 or 32."""
+    return LANES[16 if width <= 16 else 32]
 
 
 def _array(x: Tensor) -> np.ndarray:
@@ -135,17 +135,17 @@ class _Work:
         points.
         """
         operands = tuple(_array(x) if isinstance(x, Tensor) else x for x in operands)
-        row_lanes, pair_lanes = _lanes(width), gradients.PAIR_LANES[self.settings.balanced]
-        lanes = (row_lanes,) * (rows and width > 0) + (pair_lanes,) * pairs
+        lanes = _lanes(width) if rows else gradients.PAIR_LANES
         steps = len(self.settings.exponents) + 1 if self.settings.balanced else 0
+        blocks = -(-(max(steps, 1) + 2) // gradients.IN_BLOCK) if pairs else 0
 
         def arguments(index: int) -> tuple[Any, ...]:
             room = new_workspace(
                 self.tokens, self.settings.table, columns=width, steps=steps,
-                lanes=row_lanes if rows else pair_lanes, pairs=pair_lanes if pairs else (),
+                lanes=lanes, pairs=blocks,
             )  # fmt: skip
             own = (_array(x[self.shares[index].part]) for x in sums)
-            return self.settings, *operands, *own, room, *lanes
+            return self.settings, *operands, *own, room, *(lanes,) * (rows and width > 0)
 
         run(kernel, self.shares, arguments)
 

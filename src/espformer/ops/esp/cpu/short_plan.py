@@ -38,7 +38,7 @@ from espformer.ops.esp.cpu.dense import (
     transpose,
     unpack,
 )
-from espformer.ops.esp.cpu.gradients import stretch
+from espformer.ops.esp.cpu.gradients import bandwidth_gradient
 from espformer.ops.esp.cpu.normalising import balance_gradient, balance_steps
 from espformer.ops.esp.cpu.rows import clear, copy, number_ranks, set_ones
 from espformer.ops.esp.cpu.soft_plan import COUNTS, SPARE, TOKENS
@@ -64,7 +64,7 @@ class ShortRoom(NamedTuple):
     integers: np.ndarray  # (3, …): tokens, their order, counts
     columns: np.ndarray  # (8, stride + 8): one number per rank, or per token
     steps: np.ndarray  # (2, steps, whole): x and r of the balancing
-    pairs: np.ndarray  # (stride · 2 · steps): operands of the balancing, and upstream gradients
+    pairs: np.ndarray  # (1, stride · 2 · steps): operands of the balancing, and upstream gradients
     operands: np.ndarray  # (steps · stride): the former, by token
     matrices: np.ndarray  # (…, stride · stride)
     rows: np.ndarray  # (5, stride · width): rows of tokens
@@ -82,7 +82,7 @@ def new_short_room(
     squares[IDENTITY, :: stride + 1] = 1
     return ShortRoom(
         np.empty(2 * tokens, np.uint64), np.empty((3, max(tokens, DIGITS)), np.int32),
-        np.zeros((8, whole), dtype), made, np.zeros((stride + 1) * 2 * steps, dtype),
+        np.zeros((8, whole), dtype), made, np.zeros((1, (stride + 1) * 2 * steps), dtype),
         np.zeros(steps * stride, dtype),
         squares, np.zeros((5, stride * width), dtype),
         stride, width,
@@ -235,9 +235,7 @@ def balanced_gradient(kappa, settings, scale, soft, d_soft, room):  # type: igno
     x, r, exponents, pairs = room.steps[0], room.steps[1], settings.exponents, room.pairs
     many, one = len(exponents) + 1, np.int64(1)
     balance_steps(kappa, columns[ONES], exponents, x, r, columns[MIXED])
-    balance_gradient(
-        kappa, exponents, x, r, d_scale, columns[SLOPES], columns[MIXED], pairs, 2 * many, many
-    )
+    balance_gradient(kappa, exponents, x, r, d_scale, columns[SLOPES], columns[MIXED], pairs, many)
     spread_out(scale, order, n, scale.dtype.type(0), stride, by_token)
     scale_rows(d_soft, scale, n, stride, d_soft)
     scale_columns(d_soft, by_token, n, stride, d_soft)
@@ -246,8 +244,8 @@ def balanced_gradient(kappa, settings, scale, soft, d_soft, room):  # type: igno
     clear(operands, many * stride)
     for step in range(many):
         for i in range(n):
-            operands[step * stride + order[i]] = pairs[2 * many * i + step]
-    multiply(pairs[many:], 2 * many, one, operands, many, stride, stride, found)
+            operands[step * stride + order[i]] = pairs[0, 2 * many * i + step]
+    multiply(pairs[0, many:], 2 * many, one, operands, many, stride, stride, found)
     add_scaled(found, scale.dtype.type(1), n * stride, d_soft)
 
 
@@ -275,7 +273,7 @@ def side_gradient(settings, side, head, l, kappa, room, which, d_points):  # typ
     )  # fmt: skip
     for i in range(n):
         d_points[order[i]] = inv_bandwidth * slopes[i]
-    return stretch(points, n, slopes)
+    return bandwidth_gradient(points, n, slopes)
 
 
 @part
