@@ -13,7 +13,7 @@ import time
 import torch
 
 from espformer.ops.esp import cpu
-from espformer.ops.esp.cpu.operators import SHORT
+from espformer.ops.esp.cpu.operators import MANY
 from espformer.ops.esp.options import ESPOptions
 from espformer.ops.esp.problem import Problem
 
@@ -31,7 +31,7 @@ def main() -> None:
     )  # fmt: skip
     options = parser.parse_args()
     dtype, start = getattr(torch, options.dtype), time.perf_counter()
-    lengths = 8, 1 + max(SHORT.values())  # short sequences have kernels of their own
+    lengths = 8, 1 + MANY  # short sequences have kernels of their own
     for metric, width, length in itertools.product(options.metric, options.width, lengths):
         chosen = ESPOptions(metric=metric, inverse_temperature=0.1, scale=1.0)
         tokens = torch.randn(3, 1, length, width, dtype=dtype, requires_grad=True)

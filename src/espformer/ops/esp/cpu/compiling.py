@@ -156,8 +156,8 @@ class _Announcer(event.Listener):
 
     @staticmethod
     def _ours(event: Any) -> bool:
-        name: str = event.data["dispatcher"].py_func.__module__
-        return name.startswith(__package__)
+        name: str | None = event.data["dispatcher"].py_func.__module__  # none if made by exec
+        return name is not None and name.startswith(__package__)
 
     def on_start(self, event: Any) -> None:
         if not self._ours(event):

@@ -84,16 +84,16 @@ def form_gradient(plan, x, y, weight, settings, rows, numbers, unit, slopes, out
         multiply(plan.kappa_q, x, plan.q_order, plan.q_in, left, lanes)
         multiply(plan.kappa_k, y, plan.k_order, plan.k_in, right, lanes)
     e_scale, h_scale = numbers
-    e_rows, h_rows, met_left, met_right = left, right, plan.q_out, plan.k_out
+    e_rows, h_rows, left_scale, right_scale = left, right, plan.q_out, plan.k_out
     if len(plan.pairs.rows):
         couple(right, plan.k_out, plan.pairs, rows[FROM_RIGHT], n, lanes)
         couple_back(left, plan.q_out, plan.pairs, rows[FROM_LEFT], m, lanes)
-        e_rows, h_rows, met_left, met_right = rows[FROM_LEFT], rows[FROM_RIGHT], unit, unit
+        e_rows, h_rows, left_scale, right_scale = rows[FROM_LEFT], rows[FROM_RIGHT], unit, unit
     # The coupling multiplies rows by the scale of their own side; without one this is still to do.
     for i in range(m):
-        e_scale[i] = met_left[i] * plan.k_out[i]
+        e_scale[i] = left_scale[i] * plan.k_out[i]
     for i in range(n):
-        h_scale[i] = met_right[i] * plan.q_out[i]
+        h_scale[i] = right_scale[i] * plan.q_out[i]
     found = weighted_product(left, h_rows, n, h_scale, lanes)
     for i in range(m):
         e_scale[i] *= weight
@@ -101,17 +101,26 @@ def form_gradient(plan, x, y, weight, settings, rows, numbers, unit, slopes, out
         h_scale[i] *= weight
     if settings.slopes:
         add_products(
-            left, rows[LEFT_SLOPE], h_rows, n, met_right, weight, outs[0], h_scale, slopes[0], lanes
+            left,
+            rows[LEFT_SLOPE],
+            h_rows,
+            n,
+            right_scale,
+            weight,
+            outs[0],
+            h_scale,
+            slopes[0],
+            lanes,
         )
         add_products(
-            right, rows[RIGHT_SLOPE], e_rows, m, met_left, weight, outs[1], e_scale, slopes[1],
+            right, rows[RIGHT_SLOPE], e_rows, m, left_scale, weight, outs[1], e_scale, slopes[1],
             lanes,
         )  # fmt: skip
     return found
 
 
 @part
-def pull_back(
+def backprop_product(
     kappa, x, order, scale_in, p, ranks, p_scale, rows, settings, unit, slopes, ins, d_x, lanes
 ):  # type: ignore[no-untyped-def]
     """From the upstream gradient ``p_scale p`` of ``κ in x`` to dx, and its part of the slopes.
@@ -133,16 +142,16 @@ def pull_back(
 @kernel
 def plans_gradient(
     h0, h1, l0, l1, settings, queries, keys, pairs, x, y, centre, weights, q_grad, k_grad, forms,
-    d_x, d_y, room, lanes,
+    d_x, d_y, buffers, lanes,
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """Gradients of ``Σ_l weights_l F_l(X - centre, Y - centre)``, and the forms F_l, (batch, L).
 
     Adds to `q_grad` and `k_grad`, writes d_x (batch, N, d), unless it is empty, and d_y.
     """
-    unit, ranks = set_ones(room.columns[0, UNIT]), number_ranks(room.integers[RANKS])
-    e_scale, h_scale, rows = room.columns[0, 2], room.columns[0, 3], room.rows
-    x_blocks, y_blocks = room.blocks[Q_ROWS], room.blocks[K_ROWS]
-    d_x_blocks, d_y_blocks = room.blocks[D_Q_ROWS], room.blocks[D_K_ROWS]
+    unit, ranks = set_ones(buffers.columns[0, UNIT]), number_ranks(buffers.integers[RANKS])
+    e_scale, h_scale, rows = buffers.columns[0, 2], buffers.columns[0, 3], buffers.rows
+    x_blocks, y_blocks = buffers.blocks[Q_ROWS], buffers.blocks[K_ROWS]
+    d_x_blocks, d_y_blocks = buffers.blocks[D_Q_ROWS], buffers.blocks[D_K_ROWS]
     nothing = unit[:0]
     e_rows, h_rows = rows[LEFT], rows[RIGHT]
     if pairs.rows.shape[1]:
@@ -160,7 +169,7 @@ def plans_gradient(
             # A slice with weight zero (dropped, or very costly) has no gradient.
             if not takes_part or weights[head, l] == 0:
                 continue
-            plan = plan_of(settings, queries, keys, pairs, head, l, room)
+            plan = plan_of(settings, queries, keys, pairs, head, l, buffers)
             slopes = q_grad.slopes[head, l], k_grad.slopes[head, l]
             outs = q_grad.scales_out[head, l], k_grad.scales_out[head, l]
             q_ins, k_ins = nothing, nothing
@@ -173,11 +182,11 @@ def plans_gradient(
                 )  # fmt: skip
                 if settings.slopes or d_x.shape[1]:
                     d_x_block = d_x_blocks[block] if d_x.shape[1] else nothing
-                    pull_back(
+                    backprop_product(
                         plan.kappa_q, x_blocks[block], plan.q_order, plan.q_in, h_rows, ranks,
                         h_scale, rows, settings, unit, slopes[0], q_ins, d_x_block, lanes,
                     )  # fmt: skip
-                pull_back(
+                backprop_product(
                     plan.kappa_k, y_blocks[block], plan.k_order, plan.k_in, e_rows, ranks,
                     e_scale, rows, settings, unit, slopes[1], k_ins, d_y_blocks[block], lanes,
                 )  # fmt: skip
@@ -188,7 +197,7 @@ def plans_gradient(
 
 # Rows of the workspace for one number per rank, on each side: ‖x‖² of the tokens and its gradient,
 # A1, the other side's A1 after the coupling and its gradient, and scratch.
-SQUARES, D_SQUARES, SUMS, MET, D_MET, AT_RANK, MIXED, D_SCALE = range(2, 10)
+SQUARES, D_SQUARES, SUMS, COUPLED_SUMS, D_COUPLED_SUMS, AT_RANK, MIXED, D_SCALE = range(2, 10)
 
 # Pairs (x, p) of operands of κ and their upstream gradients, which contribute to the gradient of
 # the points, are columns of blocks: first the x of a block, then its p. They are the balancing
@@ -207,9 +216,9 @@ def squares_gradient(kappa, order, scale_in, scale_out, weight, columns, pairs, 
     for i in range(kappa.n):
         last[2 * i * IN_BLOCK + IN_BLOCK - 2] = at_rank[i]
         if len(d_out):
-            d_out[i] += weight * columns[MET, i] * mixed[i]
-        columns[D_MET, i] = weight * scale_out[i] * mixed[i]
-        at_rank[i] = weight * scale_out[i] * columns[MET, i]
+            d_out[i] += weight * columns[COUPLED_SUMS, i] * mixed[i]
+        columns[D_COUPLED_SUMS, i] = weight * scale_out[i] * mixed[i]
+        at_rank[i] = weight * scale_out[i] * columns[COUPLED_SUMS, i]
         last[2 * i * IN_BLOCK + 2 * IN_BLOCK - 2] = at_rank[i]
     multiply_column(kappa, at_rank, mixed)
     for i in range(kappa.n):
@@ -299,7 +308,7 @@ def add_squares(rows, centre, d_squares, d_rows):  # type: ignore[no-untyped-def
 @kernel
 def finish_gradient(
     h0, h1, l0, l1, settings, queries, keys, pairs, query, key, centre, d_costs,
-    q_grad, k_grad, d_query_points, d_key_points, d_query, d_key, room,
+    q_grad, k_grad, d_query_points, d_key_points, d_query, d_key, buffers,
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """Gradients of all columns (squares, row sums, scales), then of the points.
 
@@ -307,10 +316,10 @@ def finish_gradient(
     """
     rows, columns = query.shape[1], key.shape[1]
     with_costs, balanced = d_costs.shape[1] > 0, settings.balanced
-    q, k = room.columns[0], room.columns[1]
-    q_pairs, k_pairs = room.pairs[0], room.pairs[1]
-    unit, ranks, nothing = set_ones(q[UNIT]), number_ranks(room.integers[RANKS]), q[UNIT, :0]
-    q_blocks, k_blocks = room.blocks[Q_ROWS], room.blocks[K_ROWS]
+    q, k = buffers.columns[0], buffers.columns[1]
+    q_pairs, k_pairs = buffers.pairs[0], buffers.pairs[1]
+    unit, ranks, nothing = set_ones(q[UNIT]), number_ranks(buffers.integers[RANKS]), q[UNIT, :0]
+    q_blocks, k_blocks = buffers.blocks[Q_ROWS], buffers.blocks[K_ROWS]
     for head in range(h0, h1):
         n, m = queries.lengths[head], keys.lengths[head]
         if n == 0 or m == 0:
@@ -323,7 +332,7 @@ def finish_gradient(
             clear(q[D_SQUARES], rows)
             clear(k[D_SQUARES], columns)
         for l in range(l0, l1):
-            plan = plan_of(settings, queries, keys, pairs, head, l, room)
+            plan = plan_of(settings, queries, keys, pairs, head, l, buffers)
             kappa_q, kappa_k = plan.kappa_q, plan.kappa_k
             q_outs, k_outs = q_grad.scales_out[head, l], k_grad.scales_out[head, l]
             q_ins, k_ins = nothing, nothing
@@ -334,8 +343,16 @@ def finish_gradient(
                 row_sums(kappa_q, plan.q_in, plan.q_out, balanced, q[SUMS])
                 row_sums(kappa_k, plan.k_in, plan.k_out, balanced, k[SUMS])
                 own = plan.pairs
-                copy(couple_column(own.rows, own.columns, own.weights, k[SUMS], q[MET]), n, q[MET])
-                copy(couple_column(own.columns, own.rows, own.weights, q[SUMS], k[MET]), m, k[MET])
+                copy(
+                    couple_column(own.rows, own.columns, own.weights, k[SUMS], q[COUPLED_SUMS]),
+                    n,
+                    q[COUPLED_SUMS],
+                )
+                copy(
+                    couple_column(own.columns, own.rows, own.weights, q[SUMS], k[COUPLED_SUMS]),
+                    m,
+                    k[COUPLED_SUMS],
+                )
                 squares_gradient(
                     kappa_q, plan.q_order, plan.q_in, plan.q_out, weight, q, q_pairs, q_outs, q_ins
                 )
@@ -343,8 +360,12 @@ def finish_gradient(
                     kappa_k, plan.k_order, plan.k_in, plan.k_out, weight, k, k_pairs, k_outs, k_ins
                 )
                 if balanced and settings.slopes:
-                    d_q_sums = couple_column(own.rows, own.columns, own.weights, k[D_MET], q[MET])
-                    d_k_sums = couple_column(own.columns, own.rows, own.weights, q[D_MET], k[MET])
+                    d_q_sums = couple_column(
+                        own.rows, own.columns, own.weights, k[D_COUPLED_SUMS], q[COUPLED_SUMS]
+                    )
+                    d_k_sums = couple_column(
+                        own.columns, own.rows, own.weights, q[D_COUPLED_SUMS], k[COUPLED_SUMS]
+                    )
                     sums_gradient(
                         kappa_q, plan.q_in, plan.q_out, q, q_pairs, d_q_sums, q_outs, q_ins
                     )
@@ -353,12 +374,12 @@ def finish_gradient(
                     )
             if settings.slopes:
                 scales_gradient(
-                    kappa_q, plan.q_out, balanced, settings.exponents, unit, q, q_pairs, room.steps,
-                    q_outs, q_ins,
+                    kappa_q, plan.q_out, balanced, settings.exponents, unit, q, q_pairs,
+                    buffers.steps, q_outs, q_ins,
                 )  # fmt: skip
                 scales_gradient(
-                    kappa_k, plan.k_out, balanced, settings.exponents, unit, k, k_pairs, room.steps,
-                    k_outs, k_ins,
+                    kappa_k, plan.k_out, balanced, settings.exponents, unit, k, k_pairs,
+                    buffers.steps, k_outs, k_ins,
                 )  # fmt: skip
                 q_grad.inv_bandwidth[head, l] = points_gradient(
                     kappa_q, plan.q_order, q_pairs, q_grad.slopes[head, l], ranks, unit,

@@ -15,12 +15,6 @@ WIDE = LANES[16]
 
 
 @part
-def room(n):  # type: ignore[no-untyped-def]
-    """The size, rounded up to whole vectors."""
-    return -(-n // 16) * 16
-
-
-@part
 def power(x, exponent, n, y):  # type: ignore[no-untyped-def]
     """``y = x ** exponent`` for positive x; what lies behind n is overwritten."""
     stand_alone()
@@ -40,7 +34,7 @@ def row_scales(kappa, ones, scale):  # type: ignore[no-untyped-def]
 def balance_steps(kappa, ones, exponents, x, r, spare):  # type: ignore[no-untyped-def]
     """``x_0 = (κ1)^(-1/2)``, ``r_i = x_i κx_i``, ``x_{i+1} = x_i r_i^(-ω_i)``.
 
-    `x` is (steps + 1, room), `r` (steps + 1, room) with κ1 in the last row.
+    `x` is (steps + 1, n), `r` (steps + 1, n), in whole vectors, with κ1 in the last row.
     """
     stand_alone()
     n = kappa.n

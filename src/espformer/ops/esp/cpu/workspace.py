@@ -31,7 +31,7 @@ def new_workspace(
     tokens: int, table: np.ndarray, *, columns: int = 0, lanes: tuple[int, ...] = (0,),
     steps: int = 0, pairs: int = 0,
 ) -> Workspace:  # fmt: skip
-    """Room for up to `tokens` ranks, in a share of the work.
+    """Space for up to `tokens` ranks, in a share of the work.
 
     Args:
         tokens: the most of either side.
@@ -44,7 +44,7 @@ def new_workspace(
     coefficients = scratch = 0
     if len(table):
         most = max(width if columns else 0, 16 if pairs else 1)
-        coefficients, scratch = gaussian.room_for(tokens, table.shape[1], most)
+        coefficients, scratch = gaussian.buffer_sizes(tokens, table.shape[1], most)
     blocks = -(-columns // width)
     return Workspace(
         np.empty(2 * tokens, np.uint64),
