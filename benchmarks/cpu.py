@@ -224,7 +224,7 @@ def threads(count: int) -> Iterator[None]:
 
 def compile_kernels() -> None:
     """Compiles the kernels of every metric and balance before timing starts."""
-    for metric, balance, tokens in product(METRICS, BALANCES, (16, 128)):
+    for metric, balance, tokens in product(METRICS, BALANCES, (16, 1024)):
         setting = Setting(tokens, FEW_SLICES, metric=metric, balance=balance)
         setting.run("cpu", setting.inputs())
     forward_backward(PEERS["ESP, hard"], setting.inputs())

@@ -150,7 +150,7 @@ def _correlation(a: Tensor, b: Tensor, sort: SoftSort) -> Tensor:
     a, b = centred(a), centred(b)
     norms = a.square().sum(-1) * b.square().sum(-1)
     # Ranks of equal numbers differ only by rounding, which must not count as correlation.
-    dust = (torch.finfo(a.dtype).eps * 8) ** 2
-    constant = torch.minimum(a.square().mean(-1), b.square().mean(-1)) <= dust
+    epsilon = (torch.finfo(a.dtype).eps * 8) ** 2
+    constant = torch.minimum(a.square().mean(-1), b.square().mean(-1)) <= epsilon
     correlation = (a * b).sum(-1) / norms.masked_fill(constant, 1).sqrt()
     return correlation.masked_fill(constant, 0)

@@ -25,7 +25,7 @@ from tests.compare import (
 )
 
 
-def any_call(largest=8, widths=(1, 3, 8)):
+def any_call(largest=16, widths=(1, 3, 8, 16)):
     """Problems of every kind; every further width is seconds of compiling."""
     return given(
         metric=st.sampled_from(METRICS),
@@ -45,15 +45,15 @@ def any_call(largest=8, widths=(1, 3, 8)):
         exponent=st.floats(-6, 1),
         tau=st.sampled_from((0.0, 0.1, 1.0)),
         seed=st.integers(0, 2**20),
-        short=st.sampled_from((None, 0, 120)),
+        form=st.sampled_from((None, *operators.FORMS)),
     )
 
 
 def assert_cpu_is_linear(
     metric, balance, hard, ties, coupling, unit, kinds, n, m, head_dim, width, slices, preferred,
-    masked, exponent, tau, seed, short,
+    masked, exponent, tau, seed, form,
 ):  # fmt: skip
-    """`short`: tokens up to which plans are matrices; None leaves that as it is."""
+    """`form`: how plans are applied; None leaves that to the sizes."""
     torch.manual_seed(seed)
     m = n if m is None else m
     if {"narrow", "far", "one-point"} & set(kinds):
@@ -62,8 +62,8 @@ def assert_cpu_is_linear(
     value = torch.randn(2, m, width, dtype=torch.float64)
     # Weights are exp(-τ D): a cost of a million leaves fewer digits than a cost of one.
     spread = float((query.unsqueeze(-2) - key.unsqueeze(-3)).square().sum(-1).max()) / head_dim
-    limits = {} if short is None else dict.fromkeys(METRICS, short)
-    with mock.patch.dict(operators.SHORT, limits):
+    chosen = operators._form_of if form is None or hard else lambda *_: form
+    with mock.patch.object(operators, "_form_of", chosen):
         assert_same(
             query, key, value, "cpu", "linear", metric=metric, balance=balance, hard=hard,
             ties=ties, coupling=coupling, temperature_unit=unit, inverse_temperature=tau,
@@ -124,6 +124,47 @@ def test_single_precision(metric, balance, n, width):
     for name, expected in exact.items():  # no worse than the torch operator, by much
         own, others = ((x[name] - expected).norm() for x in (found, twin))
         assert own <= 3 * others + 1e-6 * expected.norm(), name
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("balance", BALANCES)
+@pytest.mark.parametrize("form", operators.FORMS)
+def test_forms_in_single_precision(form, balance, metric):
+    """Plans by recurrences, as matrices and as bands; with padding, and N ≠ M."""
+    inputs = tokens(2, 2, n=150, m=131, head_dim=8, width=16)
+    options = {
+        "metric": metric, "balance": balance, "inverse_temperature": 0.1, "sort_temperature": 0.1,
+        "query_mask": some(2, 150), "key_mask": some(2, 131),
+    }  # fmt: skip
+    exact = differentiate(*inputs, backend="linear", **options)
+    with mock.patch.object(operators, "_form_of", return_value=form):
+        found = differentiate(*(x.float() for x in inputs), backend="cpu", **options)
+    assert_agree(found, exact, output=1e-5, gradients=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("n", "t", "form"),
+    [
+        (20, 0.1, "matrices"), (64, 0.1, "bands"), (64, 1.0, "matrices"), (200, 0.03, "bands"),
+        (200, 1.0, "recurrences"), (600, 0.01, "recurrences"),
+    ],
+)  # fmt: skip
+def test_the_form_follows_from_the_band(n, t, form):
+    """Forward and backward choose alike, with padding too, which is no part of a band."""
+    query, key, value = (x.float() for x in tokens(2, 2, n=n, head_dim=8, width=8))
+    mask, chosen, choose = some(2, n), [], operators._form_of
+
+    def spy(*args):
+        chosen.append(choose(*args))
+        return chosen[-1]
+
+    one_thread = mock.patch.object(torch, "get_num_threads", return_value=1)
+    with mock.patch.object(operators, "_form_of", spy), one_thread:
+        differentiate(
+            query, key, value, backend="cpu", metric="squared", sort_temperature=t, key_mask=mask,
+            query_mask=mask,
+        )  # fmt: skip
+    assert chosen == [form, form]
 
 
 @pytest.mark.parametrize("options", [{}, {"hard": True}, {"balance": "both"}], ids=str)

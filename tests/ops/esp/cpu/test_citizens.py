@@ -2,7 +2,6 @@
 
 import logging
 import os
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -328,9 +327,12 @@ def test_a_long_compilation_is_announced(seconds, said, monkeypatch):
     assert all("compiles its CPU kernels" in line for line in said)
 
 
-def test_other_packages_compile_without_a_word(said, monkeypatch):
+@pytest.mark.parametrize("module", ["textwrap", None])
+def test_other_packages_compile_without_a_word(said, monkeypatch, module):
+    """Functions that `exec` made have no module."""
     monkeypatch.setattr(compiling._Announcer, "PATIENCE", 0.01)
-    announcer, others = compiling._Announcer(), SimpleNamespace(py_func=textwrap.dedent)
+    others = SimpleNamespace(py_func=SimpleNamespace(__module__=module))
+    announcer = compiling._Announcer()
     announcer.on_start(SimpleNamespace(data={"dispatcher": others}))
     time.sleep(0.05)
     announcer.on_end(SimpleNamespace(data={"dispatcher": others}))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from espformer.ops.common.masks import zero_padding
 from espformer.ops.esp import linear
-from espformer.ops.esp.cpu import number_operators, operators, sort_operators
+from espformer.ops.esp.cpu import number_operators, operators, sort_operators, units
 from espformer.ops.esp.options import ESPOptions
 from espformer.ops.esp.problem import Problem
 
@@ -32,7 +32,7 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
     query_points, key_points = (
         _far_apart(x, inv_bandwidth)
         if side == problem.identity_side
-        else problem.in_units(x.contiguous(), None if mask is None else mask.unsqueeze(1))
+        else _in_units(problem, x.contiguous(), mask)
         for side, x, mask in zip(("query", "key"), problem.projections(), masks, strict=True)
     )
     if options.hard:  # a hard sort gives the sorted numbers no gradient
@@ -48,6 +48,14 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
         options.ties, "" if linear.same_lengths(problem) else options.coupling,
     )  # fmt: skip
     return zero_padding(out + marker, problem.query_mask)
+
+
+def _in_units(problem: Problem, points: Tensor, mask: Tensor | None) -> Tensor:
+    """As `Problem.in_units`."""
+    if problem.options.temperature_unit == "absolute" or problem.options.hard:
+        return points
+    out: Tensor = units.in_spreads(points, mask)[0]
+    return out
 
 
 def _far_apart(points: Tensor, inv_bandwidth: Tensor) -> Tensor:

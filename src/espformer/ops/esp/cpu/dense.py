@@ -1,9 +1,10 @@
-"""Kernels of short sequences as matrices: ranks by tokens, of a few dozen numbers each.
+"""Kernels of short sequences as matrices: ranks by tokens, or ranks by ranks.
 
 ``κ[r, i] = k(|s_r - x_i| · inv_bandwidth)`` for the sorted numbers s and the numbers x of all
-tokens in token order, so nothing is gathered. The numbers of masked tokens and of padding are
-infinite, so their columns are zero. A matrix is a flat array whose rows and columns are padded to
-`stride`, a multiple of eight.
+tokens. Either these are in token order, so that nothing is gathered, or they are sorted too, so
+that κ is a band (see `bands`). The numbers of masked tokens and of padding are infinite, so their
+columns are zero. A matrix is a flat array whose rows and columns are padded to `stride`, a multiple
+of eight.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ class DenseKappa(NamedTuple):
 
     n: int
     matrix: np.ndarray  # (stride · stride,): ranks by tokens
-    order: np.ndarray  # (n,): the token at each rank
+    order: np.ndarray  # (n,): the column at each rank
+    tiles: np.ndarray  # (2, stride / 8): what is not negligible, see `bands`
     stride: int
-    spare: np.ndarray  # (stride,): numbers by token
+    spare: np.ndarray  # (stride,): a number for every column
 
 
 @part
 def spread_out(x, order, n, fallback, stride, y):  # type: ignore[no-untyped-def]
-    """Numbers by rank to numbers by token; masked tokens get `fallback`."""
+    """Numbers by rank to numbers by column; columns of masked tokens get `fallback`."""
     for i in range(stride):
         y[i] = fallback
     for i in range(n):
@@ -50,29 +52,29 @@ def spread_out(x, order, n, fallback, stride, y):  # type: ignore[no-untyped-def
 
 
 @part
-def set_matrix(numbers, points, n, inv_bandwidth, squared, stride, matrix):  # type: ignore[no-untyped-def]
+def set_matrix(numbers, points, n, inv_bandwidth, squared, tiles, stride, matrix):  # type: ignore[no-untyped-def]
     """κ of the `numbers` of all tokens, of which `points` are the n sorted ones."""
     stand_alone()
     number = numbers.dtype.type
     for i in range(n):
         here = fill(points[i], EIGHT)
-        for j in range(0, stride, 8):
+        for j in range(8 * tiles[0, i >> 3], 8 * tiles[1, i >> 3], 8):
             x = inv_bandwidth * (load(numbers, j, EIGHT) - here)
             fall = number(-1) * (x * x if squared else absolute(x))
             store(matrix, i * stride + j, where_above(fall, number(NEGLIGIBLE), exp(fall)))
 
 
 @part
-def scale_rows(matrix, scale, n, stride, out):  # type: ignore[no-untyped-def]
+def scale_rows(matrix, scale, n, tiles, stride, out):  # type: ignore[no-untyped-def]
     """``out = diag(scale) matrix``."""
     stand_alone()
     for i in range(n):
-        for j in range(0, stride, 8):
+        for j in range(8 * tiles[0, i >> 3], 8 * tiles[1, i >> 3], 8):
             store(out, i * stride + j, scale[i] * load(matrix, i * stride + j, EIGHT))
 
 
 @part
-def set_rows(numbers, points, n, inv_bandwidth, squared, stride, known, scale, matrix):  # type: ignore[no-untyped-def]
+def set_rows(numbers, points, n, inv_bandwidth, squared, tiles, stride, known, scale, matrix):  # type: ignore[no-untyped-def]
     """``diag(scale) κ``, whose rows sum to one; the scales are computed unless they are given.
 
     All rows are summed before the first division, so that no sum waits for a division.
@@ -83,7 +85,7 @@ def set_rows(numbers, points, n, inv_bandwidth, squared, stride, known, scale, m
         here = fill(points[i], EIGHT)
         share = fill(scale[i] if known else number(1), EIGHT)
         found = fill(number(0), EIGHT)
-        for j in range(0, stride, 8):
+        for j in range(8 * tiles[0, i >> 3], 8 * tiles[1, i >> 3], 8):
             x = inv_bandwidth * (load(numbers, j, EIGHT) - here)
             fall = number(-1) * (x * x if squared else absolute(x))
             value = where_above(fall, number(NEGLIGIBLE), exp(fall))
@@ -94,15 +96,15 @@ def set_rows(numbers, points, n, inv_bandwidth, squared, stride, known, scale, m
     if not known:
         for i in range(n):
             scale[i] = 1 / scale[i]
-        scale_rows(matrix, scale, n, stride, matrix)
+        scale_rows(matrix, scale, n, tiles, stride, matrix)
 
 
 @part
-def scale_columns(matrix, scale, n, stride, out):  # type: ignore[no-untyped-def]
+def scale_columns(matrix, scale, n, tiles, stride, out):  # type: ignore[no-untyped-def]
     """``out = matrix diag(scale)``."""
     stand_alone()
     for i in range(n):
-        for j in range(0, stride, 8):
+        for j in range(8 * tiles[0, i >> 3], 8 * tiles[1, i >> 3], 8):
             row = load(matrix, i * stride + j, EIGHT)
             store(out, i * stride + j, load(scale, j, EIGHT) * row)
 
@@ -111,11 +113,11 @@ def scale_columns(matrix, scale, n, stride, out):  # type: ignore[no-untyped-def
 def multiply_column(kappa, x, y):  # type: ignore[no-untyped-def]
     """``y = κ x`` for one number per rank."""
     stand_alone()
-    stride, numbers = kappa.stride, kappa.spare
+    stride, numbers, tiles = kappa.stride, kappa.spare, kappa.tiles
     spread_out(x, kappa.order, kappa.n, x.dtype.type(0), stride, numbers)
     for i in range(kappa.n):
         found = fill(x.dtype.type(0), EIGHT)
-        for j in range(0, stride, 8):
+        for j in range(8 * tiles[0, i >> 3], 8 * tiles[1, i >> 3], 8):
             row = load(kappa.matrix, i * stride + j, EIGHT)
             found = found + row * load(numbers, j, EIGHT)
         y[i] = total(found)
@@ -178,13 +180,13 @@ def squared_distances(x, y_columns, rows, columns, stride, out):  # type: ignore
 
 
 @part
-def products(x, y, n, stride, along, across):  # type: ignore[no-untyped-def]
+def products(x, y, n, tiles, stride, along, across):  # type: ignore[no-untyped-def]
     """Sums of ``x y`` along the first n rows, and across them, of two matrices."""
     stand_alone()
     clear(across, stride)
     for i in range(n):
         found = fill(x.dtype.type(0), EIGHT)
-        for j in range(0, stride, 8):
+        for j in range(8 * tiles[0, i >> 3], 8 * tiles[1, i >> 3], 8):
             product = load(x, i * stride + j, EIGHT) * load(y, i * stride + j, EIGHT)
             found = found + product
             store(across, j, load(across, j, EIGHT) + product)
@@ -192,26 +194,16 @@ def products(x, y, n, stride, along, across):  # type: ignore[no-untyped-def]
 
 
 @part
-def subtract_from_rows(x, y, n, stride):  # type: ignore[no-untyped-def]
+def subtract_from_rows(x, y, n, tiles, stride):  # type: ignore[no-untyped-def]
     """``y_i -= (x_i · y_i) 1`` for the first n rows of two matrices."""
     stand_alone()
     for i in range(n):
         found = fill(x.dtype.type(0), EIGHT)
-        for j in range(0, stride, 8):
+        for j in range(8 * tiles[0, i >> 3], 8 * tiles[1, i >> 3], 8):
             found = found + load(x, i * stride + j, EIGHT) * load(y, i * stride + j, EIGHT)
         along = fill(total(found), EIGHT)
-        for j in range(0, stride, 8):
+        for j in range(8 * tiles[0, i >> 3], 8 * tiles[1, i >> 3], 8):
             store(y, i * stride + j, load(y, i * stride + j, EIGHT) - along)
-
-
-@part
-def inner_product(x, y, count):  # type: ignore[no-untyped-def]
-    """``Σ x y`` of the first `count` numbers, a multiple of eight."""
-    stand_alone()
-    found = fill(x.dtype.type(0), EIGHT)
-    for i in range(0, count, 8):
-        found = found + load(x, i, EIGHT) * load(y, i, EIGHT)
-    return total(found)
 
 
 @part
@@ -220,14 +212,6 @@ def add_scaled(x, weight, count, out):  # type: ignore[no-untyped-def]
     stand_alone()
     for i in range(0, count, 8):
         store(out, i, load(out, i, EIGHT) + weight * load(x, i, EIGHT))
-
-
-@part
-def mix_two(x, a, y, b, count, out):  # type: ignore[no-untyped-def]
-    """``out = a x + b y``."""
-    stand_alone()
-    for i in range(0, count, 8):
-        store(out, i, a * load(x, i, EIGHT) + b * load(y, i, EIGHT))
 
 
 @part
@@ -264,21 +248,20 @@ def unpack(rows, width, order, n, matrix):  # type: ignore[no-untyped-def]
 
 
 @part
-def pull(
-    matrix, d_matrix, numbers, points, order, n, inv_bandwidth, squared, stride, columns, slopes
-):  # type: ignore[no-untyped-def]
-    """Derivatives of ``Σ d_matrix κ`` in ``s_r · inv_bandwidth``, by rank; κ is `matrix`.
+def kernel_slope(kappa, matrix, d_matrix, numbers, points, inv_bandwidth, squared, columns, slopes):  # type: ignore[no-untyped-def]
+    """Derivatives of ``Σ d_matrix κ`` in ``s_r · inv_bandwidth``, by rank; `matrix` is κ.
 
-    κ[r, i] depends on the number at rank r and, with the opposite sign, on that of token i. Between
-    equal numbers the derivative is zero. `columns` is room for one number per token.
+    κ[r, i] depends on the number at rank r and, with the opposite sign, on that of column i.
+    Between equal numbers the derivative is zero. `columns` is a buffer for one number per column.
     """
     stand_alone()
+    n, order, tiles, stride = kappa.n, kappa.order, kappa.tiles, kappa.stride
     number = numbers.dtype.type
     zero, two = number(0), number(2)
     clear(columns, stride)
     for i in range(n):
         here, found = fill(points[i], EIGHT), fill(zero, EIGHT)
-        for j in range(0, stride, 8):
+        for j in range(8 * tiles[0, i >> 3], 8 * tiles[1, i >> 3], 8):
             x = inv_bandwidth * (load(numbers, j, EIGHT) - here)
             value = load(matrix, i * stride + j, EIGHT)
             if squared:

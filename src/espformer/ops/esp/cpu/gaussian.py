@@ -66,7 +66,7 @@ def layout_of(n, lanes):  # type: ignore[no-untyped-def]
     return Layout(chunk, padded, states, stride, rows * stride, into, into + n * states)
 
 
-def room_for(count: int, poles: int, width: int) -> tuple[int, int]:
+def buffer_sizes(count: int, poles: int, width: int) -> tuple[int, int]:
     """The size of the coefficients of up to `count` ranks, and of the scratch memory of
     products.
     """
@@ -79,7 +79,7 @@ def room_for(count: int, poles: int, width: int) -> tuple[int, int]:
 
 
 @part
-def _waves(table, lanes, left, right):  # type: ignore[no-untyped-def]
+def _decays(table, lanes, left, right):  # type: ignore[no-untyped-def]
     """``exp(-p x)``, real and imaginary parts: poles at `left`, then at `right` bandwidths."""
     number = table.dtype.type
     x = min(left, number(FARTHEST)) * load(table[IS_LEFT], 0, lanes)
@@ -102,7 +102,7 @@ def _weigh(table, weights, lanes, re, im, out, at):  # type: ignore[no-untyped-d
 def set_chunks(table, lanes, points, n, inv_bandwidth, with_slope, coefficients, here):  # type: ignore[no-untyped-def]
     """The coefficients of every rank, and the decays of states from chunk to chunk.
 
-    `here` is room for the numbers of one chunk.
+    `here` is a buffer for the numbers of one chunk.
     """
     stand_alone()
     number = points.dtype.type
@@ -129,7 +129,7 @@ def set_chunks(table, lanes, points, n, inv_bandwidth, with_slope, coefficients,
             if at.states:
                 left = (points[i] - first) * inv_bandwidth
                 right = (last - points[i]) * inv_bandwidth
-                re, im = _waves(table, lanes, left, right)
+                re, im = _decays(table, lanes, left, right)
                 # The state that goes right is evaluated at the last number, so it takes the decays
                 # over `right`: the halves are swapped.
                 place = at.into + i * at.states
@@ -144,7 +144,7 @@ def set_chunks(table, lanes, points, n, inv_bandwidth, with_slope, coefficients,
             before, after = points[max(start - 1, 0)], points[min(end, n - 1)]
             place = at.hops + (start // at.chunk) * 2 * at.states
             for left, right in ((first, last), (last, first)):
-                re, im = _waves(
+                re, im = _decays(
                     table, lanes, (after - left) * inv_bandwidth, (right - before) * inv_bandwidth
                 )
                 store(coefficients, place, re)
@@ -198,7 +198,7 @@ def _add(x, y):  # type: ignore[no-untyped-def]
 
 
 @part
-def _hand_on(coefficients, at, start, end, index, offset, z, state, lanes):  # type: ignore[no-untyped-def]
+def _carry(coefficients, at, start, end, index, offset, z, state, lanes):  # type: ignore[no-untyped-def]
     """The state that the next chunk receives, ``near decay · own sum + far decay · state``, for one
     side.
 
@@ -264,7 +264,7 @@ def multiply(kappa, x, order, scale, y, slope, lanes):  # type: ignore[no-untype
             _move(state, start_of_all, arriving, index * many, many, lanes)
             start, end = index * chunk, min((index + 1) * chunk, n)
             _gather(x, order, scale, start, end, z, lanes)
-            _hand_on(coefficients, at, start, end, index, start_of_all, z, state, lanes)
+            _carry(coefficients, at, start, end, index, start_of_all, z, state, lanes)
         clear(state, 2 * many * width)
     for index in range(count - 1, -1, -1):
         start, end = index * chunk, min((index + 1) * chunk, n)
@@ -279,7 +279,7 @@ def multiply(kappa, x, order, scale, y, slope, lanes):  # type: ignore[no-untype
         if len(slope):
             _combine(coefficients, at.pulling, start, at.stride, end - start, z, slope, lanes)
         if quarter:
-            _hand_on(coefficients, at, start, end, index, quarter, z, state, lanes)
+            _carry(coefficients, at, start, end, index, quarter, z, state, lanes)
 
 
 @part

@@ -84,16 +84,16 @@ def form_gradient(plan, x, y, weight, settings, rows, numbers, unit, slopes, out
         multiply(plan.kappa_q, x, plan.q_order, plan.q_in, left, lanes)
         multiply(plan.kappa_k, y, plan.k_order, plan.k_in, right, lanes)
     e_scale, h_scale = numbers
-    e_rows, h_rows, met_left, met_right = left, right, plan.q_out, plan.k_out
+    e_rows, h_rows, left_scale, right_scale = left, right, plan.q_out, plan.k_out
     if len(plan.pairs.rows):
         couple(right, plan.k_out, plan.pairs, rows[FROM_RIGHT], n, lanes)
         couple_back(left, plan.q_out, plan.pairs, rows[FROM_LEFT], m, lanes)
-        e_rows, h_rows, met_left, met_right = rows[FROM_LEFT], rows[FROM_RIGHT], unit, unit
+        e_rows, h_rows, left_scale, right_scale = rows[FROM_LEFT], rows[FROM_RIGHT], unit, unit
     # The coupling multiplies rows by the scale of their own side; without one this is still to do.
     for i in range(m):
-        e_scale[i] = met_left[i] * plan.k_out[i]
+        e_scale[i] = left_scale[i] * plan.k_out[i]
     for i in range(n):
-        h_scale[i] = met_right[i] * plan.q_out[i]
+        h_scale[i] = right_scale[i] * plan.q_out[i]
     found = weighted_product(left, h_rows, n, h_scale, lanes)
     for i in range(m):
         e_scale[i] *= weight
@@ -101,17 +101,26 @@ def form_gradient(plan, x, y, weight, settings, rows, numbers, unit, slopes, out
         h_scale[i] *= weight
     if settings.slopes:
         add_products(
-            left, rows[LEFT_SLOPE], h_rows, n, met_right, weight, outs[0], h_scale, slopes[0], lanes
+            left,
+            rows[LEFT_SLOPE],
+            h_rows,
+            n,
+            right_scale,
+            weight,
+            outs[0],
+            h_scale,
+            slopes[0],
+            lanes,
         )
         add_products(
-            right, rows[RIGHT_SLOPE], e_rows, m, met_left, weight, outs[1], e_scale, slopes[1],
+            right, rows[RIGHT_SLOPE], e_rows, m, left_scale, weight, outs[1], e_scale, slopes[1],
             lanes,
         )  # fmt: skip
     return found
 
 
 @part
-def pull_back(
+def backprop_product(
     kappa, x, order, scale_in, p, ranks, p_scale, rows, settings, unit, slopes, ins, d_x, lanes
 ):  # type: ignore[no-untyped-def]
     """From the upstream gradient ``p_scale p`` of ``κ in x`` to dx, and its part of the slopes.
@@ -133,16 +142,16 @@ def pull_back(
 @kernel
 def plans_gradient(
     h0, h1, l0, l1, settings, queries, keys, pairs, x, y, centre, weights, q_grad, k_grad, forms,
-    d_x, d_y, room, lanes,
+    d_x, d_y, buffers, lanes,
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """Gradients of ``Σ_l weights_l F_l(X - centre, Y - centre)``, and the forms F_l, (batch, L).
 
     Adds to `q_grad` and `k_grad`, writes d_x (batch, N, d), unless it is empty, and d_y.
     """
-    unit, ranks = set_ones(room.columns[0, UNIT]), number_ranks(room.integers[RANKS])
-    e_scale, h_scale, rows = room.columns[0, 2], room.columns[0, 3], room.rows
-    x_blocks, y_blocks = room.blocks[Q_ROWS], room.blocks[K_ROWS]
-    d_x_blocks, d_y_blocks = room.blocks[D_Q_ROWS], room.blocks[D_K_ROWS]
+    unit, ranks = set_ones(buffers.columns[0, UNIT]), number_ranks(buffers.integers[RANKS])
+    e_scale, h_scale, rows = buffers.columns[0, 2], buffers.columns[0, 3], buffers.rows
+    x_blocks, y_blocks = buffers.blocks[Q_ROWS], buffers.blocks[K_ROWS]
+    d_x_blocks, d_y_blocks = buffers.blocks[D_Q_ROWS], buffers.blocks[D_K_ROWS]
     nothing = unit[:0]
     e_rows, h_rows = rows[LEFT], rows[RIGHT]
     if pairs.rows.shape[1]:
@@ -160,7 +169,7 @@ def plans_gradient(
             # A slice with weight zero (dropped, or very costly) has no gradient.
             if not takes_part or weights[head, l] == 0:
                 continue
-            plan = plan_of(settings, queries, keys, pairs, head, l, room)
+            plan = plan_of(settings, queries, keys, pairs, head, l, buffers)
             slopes = q_grad.slopes[head, l], k_grad.slopes[head, l]
             outs = q_grad.scales_out[head, l], k_grad.scales_out[head, l]
             q_ins, k_ins = nothing, nothing
@@ -173,11 +182,11 @@ def plans_gradient(
                 )  # fmt: skip
                 if settings.slopes or d_x.shape[1]:
                     d_x_block = d_x_blocks[block] if d_x.shape[1] else nothing
-                    pull_back(
+                    backprop_product(
                         plan.kappa_q, x_blocks[block], plan.q_order, plan.q_in, h_rows, ranks,
                         h_scale, rows, settings, unit, slopes[0], q_ins, d_x_block, lanes,
                     )  # fmt: skip
-                pull_back(
+                backprop_product(
                     plan.kappa_k, y_blocks[block], plan.k_order, plan.k_in, e_rows, ranks,
                     e_scale, rows, settings, unit, slopes[1], k_ins, d_y_blocks[block], lanes,
                 )  # fmt: skip
@@ -188,29 +197,29 @@ def plans_gradient(
 
 # Rows of the workspace for one number per rank, on each side: ‖x‖² of the tokens and its gradient,
 # A1, the other side's A1 after the coupling and its gradient, and scratch.
-SQUARES, D_SQUARES, SUMS, MET, D_MET, AT_RANK, MIXED, D_SCALE = range(2, 10)
+SQUARES, D_SQUARES, SUMS, COUPLED_SUMS, D_COUPLED_SUMS, AT_RANK, MIXED, D_SCALE = range(2, 10)
 
 # Pairs (x, p) of operands of κ and their upstream gradients, which contribute to the gradient of
-# the points, are columns of one row: first all x, then all p. They are the balancing steps and
-# their start, or the normalisation; squares and row sums are the last two. There is space for their
-# products and slopes.
-PAIRS, PAIR_PRODUCTS, PAIR_SLOPES = range(3)
-PAIR_LANES = {False: LANES[8], True: LANES[32]}  # by whether there are balancing steps
+# the points, are columns of blocks: first the x of a block, then its p. They are the balancing
+# steps and their start, or the normalisation; squares and row sums are the last two. The first two
+# rows are space for products and slopes of one block.
+PAIR_PRODUCTS, PAIR_SLOPES, PAIRS = range(3)
+PAIR_LANES = LANES[16]
+IN_BLOCK = 8  # pairs
 
 
 @part
-def squares_gradient(kappa, order, scale_in, scale_out, weight, columns, pairs, d_out, d_in, lanes):  # type: ignore[no-untyped-def]
+def squares_gradient(kappa, order, scale_in, scale_out, weight, columns, pairs, d_out, d_in):  # type: ignore[no-untyped-def]
     """Of ``weight Σ_n out_n (κ in ‖x‖²)_n met_n``; `d_out` and `d_in` may be empty."""
-    width, half = 8 * len(lanes), 4 * len(lanes)
-    at_rank, mixed = columns[AT_RANK], columns[MIXED]
+    at_rank, mixed, last = columns[AT_RANK], columns[MIXED], pairs[len(pairs) - 1]
     mix_squares(kappa, order, scale_in, columns[SQUARES], at_rank, mixed)
     for i in range(kappa.n):
-        pairs[PAIRS, i * width + half - 2] = at_rank[i]
+        last[2 * i * IN_BLOCK + IN_BLOCK - 2] = at_rank[i]
         if len(d_out):
-            d_out[i] += weight * columns[MET, i] * mixed[i]
-        columns[D_MET, i] = weight * scale_out[i] * mixed[i]
-        at_rank[i] = weight * scale_out[i] * columns[MET, i]
-        pairs[PAIRS, i * width + width - 2] = at_rank[i]
+            d_out[i] += weight * columns[COUPLED_SUMS, i] * mixed[i]
+        columns[D_COUPLED_SUMS, i] = weight * scale_out[i] * mixed[i]
+        at_rank[i] = weight * scale_out[i] * columns[COUPLED_SUMS, i]
+        last[2 * i * IN_BLOCK + 2 * IN_BLOCK - 2] = at_rank[i]
     multiply_column(kappa, at_rank, mixed)
     for i in range(kappa.n):
         columns[D_SQUARES, order[i]] += scale_in[i] * mixed[i]
@@ -219,15 +228,14 @@ def squares_gradient(kappa, order, scale_in, scale_out, weight, columns, pairs, 
 
 
 @part
-def sums_gradient(kappa, scale_in, scale_out, columns, pairs, d_sums, d_out, d_in, lanes):  # type: ignore[no-untyped-def]
+def sums_gradient(kappa, scale_in, scale_out, columns, pairs, d_sums, d_out, d_in):  # type: ignore[no-untyped-def]
     """Of the row sums ``out κ in``; they are constant unless balanced."""
-    width, half = 8 * len(lanes), 4 * len(lanes)
-    at_rank, mixed = columns[AT_RANK], columns[MIXED]
+    at_rank, mixed, last = columns[AT_RANK], columns[MIXED], pairs[len(pairs) - 1]
     for i in range(kappa.n):
         d_out[i] += d_sums[i] * columns[SUMS, i] / scale_out[i]
         at_rank[i] = d_sums[i] * scale_out[i]
-        pairs[PAIRS, i * width + half - 1] = scale_in[i]
-        pairs[PAIRS, i * width + width - 1] = at_rank[i]
+        last[2 * i * IN_BLOCK + IN_BLOCK - 1] = scale_in[i]
+        last[2 * i * IN_BLOCK + 2 * IN_BLOCK - 1] = at_rank[i]
     multiply_column(kappa, at_rank, mixed)
     for i in range(kappa.n):
         d_in[i] += mixed[i]
@@ -235,12 +243,11 @@ def sums_gradient(kappa, scale_in, scale_out, columns, pairs, d_sums, d_out, d_i
 
 @part
 def scales_gradient(
-    kappa, scale_out, balanced, exponents, unit, columns, pairs, steps, d_out, d_in, lanes
+    kappa, scale_out, balanced, exponents, unit, columns, pairs, steps, d_out, d_in
 ):  # type: ignore[no-untyped-def]
     """From the gradient of the scales to pairs (x, p) that contribute to the gradient of the
     points.
     """
-    width, half = 8 * len(lanes), 4 * len(lanes)
     if balanced:
         x, r = steps[0], steps[1]
         balance_steps(kappa, unit, exponents, x, r, columns[MIXED])
@@ -248,27 +255,35 @@ def scales_gradient(
             columns[D_SCALE, i] = d_out[i] + d_in[i]
         balance_gradient(
             kappa, exponents, x, r, columns[D_SCALE], columns[AT_RANK], columns[MIXED],
-            pairs[PAIRS], width, half,
+            pairs[PAIRS:], IN_BLOCK,
         )  # fmt: skip
     else:
         for i in range(kappa.n):
-            pairs[PAIRS, i * width] = 1
-            pairs[PAIRS, i * width + half] = -d_out[i] * scale_out[i] * scale_out[i]
+            pairs[PAIRS, 2 * i * IN_BLOCK] = 1
+            pairs[PAIRS, (2 * i + 1) * IN_BLOCK] = -d_out[i] * scale_out[i] * scale_out[i]
 
 
 @part
-def let_pairs_pull(kappa, order, pairs, slopes, ranks, unit, settings, d_points, lanes):  # type: ignore[no-untyped-def]
+def add_slopes_of_pairs(kappa, pairs, ranks, unit, slopes):  # type: ignore[no-untyped-def]
+    """``slopes += x · κ'p + p · κ'x`` of all pairs."""
+    found = pairs[PAIR_SLOPES]
+    for block in range(PAIRS, len(pairs)):
+        own = pairs[block]
+        multiply_with_slope(kappa, own, ranks, unit, pairs[PAIR_PRODUCTS], found, PAIR_LANES)
+        add_crossed_products(own, found, kappa.n, slopes, PAIR_LANES)
+
+
+@part
+def points_gradient(kappa, order, pairs, slopes, ranks, unit, d_points):  # type: ignore[no-untyped-def]
     """Brings the slopes of one slice to its tokens; gives back the gradient of inv_bandwidth."""
-    n, own, found = kappa.n, pairs[PAIRS], pairs[PAIR_SLOPES]
-    multiply_with_slope(kappa, own, ranks, unit, pairs[PAIR_PRODUCTS], found, lanes)
-    add_crossed_products(own, found, n, slopes, lanes)  # x · κ'p + p · κ'x
-    for i in range(n):
+    add_slopes_of_pairs(kappa, pairs, ranks, unit, slopes)
+    for i in range(kappa.n):
         d_points[order[i]] = kappa.inv_bandwidth * slopes[i]
-    return stretch(kappa.points, n, slopes)
+    return bandwidth_gradient(kappa.points, kappa.n, slopes)
 
 
 @part
-def stretch(points, n, slopes):  # type: ignore[no-untyped-def]
+def bandwidth_gradient(points, n, slopes):  # type: ignore[no-untyped-def]
     """``Σ_n s_n slopes_n``, the gradient of inv_bandwidth: all depends on ``s · inv_bandwidth``.
 
     The slopes sum to zero, so the numbers can be taken relative to any one of them. Sums are in
@@ -293,7 +308,7 @@ def add_squares(rows, centre, d_squares, d_rows):  # type: ignore[no-untyped-def
 @kernel
 def finish_gradient(
     h0, h1, l0, l1, settings, queries, keys, pairs, query, key, centre, d_costs,
-    q_grad, k_grad, d_query_points, d_key_points, d_query, d_key, room, lanes,
+    q_grad, k_grad, d_query_points, d_key_points, d_query, d_key, buffers,
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """Gradients of all columns (squares, row sums, scales), then of the points.
 
@@ -301,23 +316,23 @@ def finish_gradient(
     """
     rows, columns = query.shape[1], key.shape[1]
     with_costs, balanced = d_costs.shape[1] > 0, settings.balanced
-    q, k = room.columns[0], room.columns[1]
-    q_pairs, k_pairs = room.pairs[0], room.pairs[1]
-    unit, ranks, nothing = set_ones(q[UNIT]), number_ranks(room.integers[RANKS]), q[UNIT, :0]
-    q_blocks, k_blocks = room.blocks[Q_ROWS], room.blocks[K_ROWS]
+    q, k = buffers.columns[0], buffers.columns[1]
+    q_pairs, k_pairs = buffers.pairs[0], buffers.pairs[1]
+    unit, ranks, nothing = set_ones(q[UNIT]), number_ranks(buffers.integers[RANKS]), q[UNIT, :0]
+    q_blocks, k_blocks = buffers.blocks[Q_ROWS], buffers.blocks[K_ROWS]
     for head in range(h0, h1):
         n, m = queries.lengths[head], keys.lengths[head]
         if n == 0 or m == 0:
             continue
         if with_costs:
-            pack(query[head], centre[head], q_blocks, lanes)
-            pack(key[head], centre[head], k_blocks, lanes)
-            squared_norms(q_blocks, rows, q[SQUARES], lanes)
-            squared_norms(k_blocks, columns, k[SQUARES], lanes)
+            pack(query[head], centre[head], q_blocks, PAIR_LANES)
+            pack(key[head], centre[head], k_blocks, PAIR_LANES)
+            squared_norms(q_blocks, rows, q[SQUARES], PAIR_LANES)
+            squared_norms(k_blocks, columns, k[SQUARES], PAIR_LANES)
             clear(q[D_SQUARES], rows)
             clear(k[D_SQUARES], columns)
         for l in range(l0, l1):
-            plan = plan_of(settings, queries, keys, pairs, head, l, room)
+            plan = plan_of(settings, queries, keys, pairs, head, l, buffers)
             kappa_q, kappa_k = plan.kappa_q, plan.kappa_k
             q_outs, k_outs = q_grad.scales_out[head, l], k_grad.scales_out[head, l]
             q_ins, k_ins = nothing, nothing
@@ -328,57 +343,51 @@ def finish_gradient(
                 row_sums(kappa_q, plan.q_in, plan.q_out, balanced, q[SUMS])
                 row_sums(kappa_k, plan.k_in, plan.k_out, balanced, k[SUMS])
                 own = plan.pairs
-                copy(couple_column(own.rows, own.columns, own.weights, k[SUMS], q[MET]), n, q[MET])
-                copy(couple_column(own.columns, own.rows, own.weights, q[SUMS], k[MET]), m, k[MET])
-                squares_gradient(
-                    kappa_q,
-                    plan.q_order,
-                    plan.q_in,
-                    plan.q_out,
-                    weight,
-                    q,
-                    q_pairs,
-                    q_outs,
-                    q_ins,
-                    lanes,
+                copy(
+                    couple_column(own.rows, own.columns, own.weights, k[SUMS], q[COUPLED_SUMS]),
+                    n,
+                    q[COUPLED_SUMS],
+                )
+                copy(
+                    couple_column(own.columns, own.rows, own.weights, q[SUMS], k[COUPLED_SUMS]),
+                    m,
+                    k[COUPLED_SUMS],
                 )
                 squares_gradient(
-                    kappa_k,
-                    plan.k_order,
-                    plan.k_in,
-                    plan.k_out,
-                    weight,
-                    k,
-                    k_pairs,
-                    k_outs,
-                    k_ins,
-                    lanes,
+                    kappa_q, plan.q_order, plan.q_in, plan.q_out, weight, q, q_pairs, q_outs, q_ins
+                )
+                squares_gradient(
+                    kappa_k, plan.k_order, plan.k_in, plan.k_out, weight, k, k_pairs, k_outs, k_ins
                 )
                 if balanced and settings.slopes:
-                    d_q_sums = couple_column(own.rows, own.columns, own.weights, k[D_MET], q[MET])
-                    d_k_sums = couple_column(own.columns, own.rows, own.weights, q[D_MET], k[MET])
-                    sums_gradient(
-                        kappa_q, plan.q_in, plan.q_out, q, q_pairs, d_q_sums, q_outs, q_ins, lanes
+                    d_q_sums = couple_column(
+                        own.rows, own.columns, own.weights, k[D_COUPLED_SUMS], q[COUPLED_SUMS]
+                    )
+                    d_k_sums = couple_column(
+                        own.columns, own.rows, own.weights, q[D_COUPLED_SUMS], k[COUPLED_SUMS]
                     )
                     sums_gradient(
-                        kappa_k, plan.k_in, plan.k_out, k, k_pairs, d_k_sums, k_outs, k_ins, lanes
+                        kappa_q, plan.q_in, plan.q_out, q, q_pairs, d_q_sums, q_outs, q_ins
+                    )
+                    sums_gradient(
+                        kappa_k, plan.k_in, plan.k_out, k, k_pairs, d_k_sums, k_outs, k_ins
                     )
             if settings.slopes:
                 scales_gradient(
-                    kappa_q, plan.q_out, balanced, settings.exponents, unit, q, q_pairs, room.steps,
-                    q_outs, q_ins, lanes,
+                    kappa_q, plan.q_out, balanced, settings.exponents, unit, q, q_pairs,
+                    buffers.steps, q_outs, q_ins,
                 )  # fmt: skip
                 scales_gradient(
-                    kappa_k, plan.k_out, balanced, settings.exponents, unit, k, k_pairs, room.steps,
-                    k_outs, k_ins, lanes,
+                    kappa_k, plan.k_out, balanced, settings.exponents, unit, k, k_pairs,
+                    buffers.steps, k_outs, k_ins,
                 )  # fmt: skip
-                q_grad.inv_bandwidth[head, l] = let_pairs_pull(
-                    kappa_q, plan.q_order, q_pairs, q_grad.slopes[head, l], ranks, unit, settings,
-                    d_query_points[head, l], lanes,
+                q_grad.inv_bandwidth[head, l] = points_gradient(
+                    kappa_q, plan.q_order, q_pairs, q_grad.slopes[head, l], ranks, unit,
+                    d_query_points[head, l],
                 )  # fmt: skip
-                k_grad.inv_bandwidth[head, l] = let_pairs_pull(
-                    kappa_k, plan.k_order, k_pairs, k_grad.slopes[head, l], ranks, unit, settings,
-                    d_key_points[head, l], lanes,
+                k_grad.inv_bandwidth[head, l] = points_gradient(
+                    kappa_k, plan.k_order, k_pairs, k_grad.slopes[head, l], ranks, unit,
+                    d_key_points[head, l],
                 )  # fmt: skip
         if with_costs:
             add_squares(query[head], centre[head], q[D_SQUARES], d_query[head])

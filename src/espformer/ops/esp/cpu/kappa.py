@@ -15,7 +15,7 @@ import torch
 from numba.core.extending import overload
 
 from espformer.ops.esp.cpu import absolute, dense, gaussian
-from espformer.ops.esp.cpu.compiling import OPTIONS
+from espformer.ops.esp.cpu.compiling import PART_OPTIONS
 from espformer.ops.esp.cpu.simd import LANES
 from espformer.ops.esp.exponentials import exponential_sum
 
@@ -70,7 +70,7 @@ def set_kappa(settings, points, n, inv_bandwidth, decays, coefficients, scratch)
     """The kernel of n sorted numbers; its parts are written to the last three arguments."""
 
 
-@overload(set_kappa, jit_options=OPTIONS)
+@overload(set_kappa, jit_options=PART_OPTIONS)
 def _set_kappa(settings, points, n, inv_bandwidth, decays, coefficients, scratch):  # type: ignore[no-untyped-def]
     def of_absolute(settings, points, n, inv_bandwidth, decays, coefficients, scratch):  # type: ignore[no-untyped-def]
         tied = absolute.set_decays(
@@ -98,7 +98,7 @@ def multiply(kappa, x, order, scale, y, lanes):  # type: ignore[no-untyped-def]
     """``y_n = Σ_j κ[n, j] scale_j x[order_j]``."""
 
 
-@overload(multiply, jit_options=OPTIONS)
+@overload(multiply, jit_options=PART_OPTIONS)
 def _multiply(kappa, x, order, scale, y, lanes):  # type: ignore[no-untyped-def]
     def of_squared(kappa, x, order, scale, y, lanes):  # type: ignore[no-untyped-def]
         gaussian.multiply(kappa, x, order, scale, y, y[:0], lanes)
@@ -110,7 +110,7 @@ def multiply_with_slope(kappa, x, order, scale, y, slope, lanes):  # type: ignor
     """`multiply`, and its derivative in ``s_n · inv_bandwidth``."""
 
 
-@overload(multiply_with_slope, jit_options=OPTIONS)
+@overload(multiply_with_slope, jit_options=PART_OPTIONS)
 def _multiply_with_slope(kappa, x, order, scale, y, slope, lanes):  # type: ignore[no-untyped-def]
     def of_absolute(kappa, x, order, scale, y, slope, lanes):  # type: ignore[no-untyped-def]
         if kappa.tied:
@@ -125,7 +125,7 @@ def multiply_column(kappa, x, y):  # type: ignore[no-untyped-def]
     """``y = κ x`` for one number per rank."""
 
 
-@overload(multiply_column, jit_options=OPTIONS)
+@overload(multiply_column, jit_options=PART_OPTIONS)
 def _multiply_column(kappa, x, y):  # type: ignore[no-untyped-def]
     if "matrix" in kappa.fields:
         return dense.multiply_column.py_func
@@ -136,6 +136,6 @@ def multiply_column_with_slope(kappa, x, y, slope):  # type: ignore[no-untyped-d
     """`multiply_column`, and its derivative in ``s_n · inv_bandwidth``."""
 
 
-@overload(multiply_column_with_slope, jit_options=OPTIONS)
+@overload(multiply_column_with_slope, jit_options=PART_OPTIONS)
 def _multiply_column_with_slope(kappa, x, y, slope):  # type: ignore[no-untyped-def]
     return (gaussian if _is_squared(kappa) else absolute).multiply_column_with_slope.py_func

@@ -15,12 +15,6 @@ WIDE = LANES[16]
 
 
 @part
-def room(n):  # type: ignore[no-untyped-def]
-    """The size, rounded up to whole vectors."""
-    return -(-n // 16) * 16
-
-
-@part
 def power(x, exponent, n, y):  # type: ignore[no-untyped-def]
     """``y = x ** exponent`` for positive x; what lies behind n is overwritten."""
     stand_alone()
@@ -40,7 +34,7 @@ def row_scales(kappa, ones, scale):  # type: ignore[no-untyped-def]
 def balance_steps(kappa, ones, exponents, x, r, spare):  # type: ignore[no-untyped-def]
     """``x_0 = (κ1)^(-1/2)``, ``r_i = x_i κx_i``, ``x_{i+1} = x_i r_i^(-ω_i)``.
 
-    `x` is (steps + 1, room), `r` (steps + 1, room) with κ1 in the last row.
+    `x` is (steps + 1, n), `r` (steps + 1, n), in whole vectors, with κ1 in the last row.
     """
     stand_alone()
     n = kappa.n
@@ -57,28 +51,29 @@ def balance_steps(kappa, ones, exponents, x, r, spare):  # type: ignore[no-untyp
 
 
 @part
-def balance_gradient(kappa, exponents, x, r, dx, spare, other, pairs, width, gradients):  # type: ignore[no-untyped-def]
+def balance_gradient(kappa, exponents, x, r, dx, spare, other, pairs, many):  # type: ignore[no-untyped-def]
     """The backward pass of `balance_steps`, from ``dx``, which is overwritten.
 
     Every product κx with an upstream gradient p is a pair of columns that contributes to the
-    gradient of the points. Pairs are written to `pairs`, rows of `width` numbers: first the
-    operands, then the gradients.
+    gradient of the points. Pairs are written to blocks of `many` pairs, (blocks, …): of every rank
+    first the operands, then the gradients.
     """
     stand_alone()
     n = kappa.n
     steps = len(exponents)
     for step in range(steps - 1, -1, -1):
+        block, place = step // many, step % many
         for i in range(n):
             # dr_i = -ω x_{i+1} / r dx_{i+1}; what κx receives is dr x_i
             dr = -exponents[step] * x[step + 1, i] / r[step, i] * dx[i]
             spare[i] = dr * x[step, i]
             dx[i] = (dx[i] * x[step + 1, i] + dr * r[step, i]) / x[step, i]
-            pairs[i * width + step] = x[step, i]
-            pairs[i * width + gradients + step] = spare[i]
+            pairs[block, place + 2 * many * i] = x[step, i]
+            pairs[block, place + 2 * many * i + many] = spare[i]
         multiply_column(kappa, spare, other)
         for i in range(n):
             dx[i] += other[i]
-    half = exponents.dtype.type(-0.5)
+    half, block, place = exponents.dtype.type(-0.5), steps // many, steps % many
     for i in range(n):
-        pairs[i * width + steps] = 1
-        pairs[i * width + gradients + steps] = half * x[0, i] / r[steps, i] * dx[i]
+        pairs[block, place + 2 * many * i] = 1
+        pairs[block, place + 2 * many * i + many] = half * x[0, i] / r[steps, i] * dx[i]

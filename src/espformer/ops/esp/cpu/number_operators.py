@@ -20,9 +20,9 @@ from torch import Tensor
 from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
 from espformer.ops.esp.cpu.numbers import (
+    MANY,
     OF_RANKS,
     OF_SORT,
-    ROOM,
     SHAPE,
     sort_or_rank,
     sort_or_rank_gradient,
@@ -44,9 +44,9 @@ def _constants(dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return limits, np.empty((0, 0), np.bool_), none
 
 
-def _room(tokens: int, dtype: np.dtype) -> np.ndarray:
+def _new_buffers(tokens: int, dtype: np.dtype) -> np.ndarray:
     """Whole vectors are computed with, past the last number too."""
-    return np.empty((ROOM, -(-tokens // 16) * 16), dtype)
+    return np.empty((MANY, -(-tokens // 16) * 16), dtype)
 
 
 @operator("cpu_sort_or_rank")
@@ -69,7 +69,7 @@ def mix_numbers(
         return (
             x, masked, temperatures, t, unit == "spread", limits, ranks, found, saved,
             orders, np.empty(SHAPE), np.empty(2 * tokens, np.uint64),
-            np.empty((3, max(tokens, DIGITS)), np.int32), _room(tokens, x.dtype),
+            np.empty((3, max(tokens, DIGITS)), np.int32), _new_buffers(tokens, x.dtype),
         )  # fmt: skip
 
     run(sort_or_rank, shares(heads, 1, heads * tokens * MULTIPLICATIONS), arguments)
@@ -108,7 +108,7 @@ def mix_numbers_backward(
     def arguments(_: int) -> tuple[Any, ...]:
         return (
             g, temperatures, t, unit == "spread", limits, ranks, saved, orders,
-            d_numbers, d_temperatures, _room(tokens, g.dtype),
+            d_numbers, d_temperatures, _new_buffers(tokens, g.dtype),
         )  # fmt: skip
 
     run(sort_or_rank_gradient, shares(heads, 1, heads * tokens * MULTIPLICATIONS), arguments)

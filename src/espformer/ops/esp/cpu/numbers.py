@@ -36,8 +36,8 @@ from espformer.ops.esp.cpu.sort import sort_tokens
 POINTS, SCALES, SHIFTS, PULLS, OF_SORT = range(5)
 MASSES, SIGNS, OF_RANKS = range(4, 7)
 INV_WIDTH, SHAPE = range(4, 6)
-# Room to work in, rows of N numbers.
-DECAYS, GAPS, LEFT, RIGHT, LEFT_FAR, RIGHT_FAR, WEIGHTS, MORE, FOUND, PRODUCT, ROOM = range(11)
+# Scratch memory, rows of N numbers.
+DECAYS, GAPS, LEFT, RIGHT, LEFT_FAR, RIGHT_FAR, WEIGHTS, MORE, FOUND, PRODUCT, MANY = range(11)
 
 
 @relaxed("contract")
@@ -124,17 +124,22 @@ def set_gaps(points, n, inv_width, ranks, decays, gaps):  # type: ignore[no-unty
 
 
 @part
-def sort_row(points, n, shape, tied, room, kept, out):  # type: ignore[no-untyped-def]
+def sort_row(points, n, shape, tied, buffers, kept, out):  # type: ignore[no-untyped-def]
     """``s + w e``, in the scale of the numbers."""
     stand_alone()
-    left, right, left_far, right_far = room[LEFT], room[RIGHT], room[LEFT_FAR], room[RIGHT_FAR]
-    scales, shifts, pulls, difference = kept[SCALES], kept[SHIFTS], kept[PULLS], room[MORE]
+    left, right, left_far, right_far = (
+        buffers[LEFT],
+        buffers[RIGHT],
+        buffers[LEFT_FAR],
+        buffers[RIGHT_FAR],
+    )
+    scales, shifts, pulls, difference = kept[SCALES], kept[SHIFTS], kept[PULLS], buffers[MORE]
     number = points.dtype.type
     one = number(1)
     for i in range(n):
-        room[WEIGHTS, i] = one
+        buffers[WEIGHTS, i] = one
     sums_and_moments(
-        room[DECAYS], room[GAPS], room[WEIGHTS], n, left, right, left_far, right_far
+        buffers[DECAYS], buffers[GAPS], buffers[WEIGHTS], n, left, right, left_far, right_far
     )  # fmt: skip
     signed(points, n, tied, left, right, difference)
     back, width = number(1 / shape[FACTOR]), number(1 / shape[INV_WIDTH])
@@ -147,20 +152,25 @@ def sort_row(points, n, shape, tied, room, kept, out):  # type: ignore[no-untype
 
 
 @part
-def rank_row(points, n, tied, order, room, kept, out):  # type: ignore[no-untyped-def]
+def rank_row(points, n, tied, order, buffers, kept, out):  # type: ignore[no-untyped-def]
     """``n + 1 + e_n`` of every rank, at its token."""
     stand_alone()
-    left, right, left_far, right_far = room[LEFT], room[RIGHT], room[LEFT_FAR], room[RIGHT_FAR]
+    left, right, left_far, right_far = (
+        buffers[LEFT],
+        buffers[RIGHT],
+        buffers[LEFT_FAR],
+        buffers[RIGHT_FAR],
+    )
     scales, shifts, pulls, masses = kept[SCALES], kept[SHIFTS], kept[PULLS], kept[MASSES]
-    difference, sizes = room[MORE], room[FOUND]
+    difference, sizes = buffers[MORE], buffers[FOUND]
     one = points.dtype.type(1)
     for i in range(n):
-        room[WEIGHTS, i] = one
-    sums(room[DECAYS], room[WEIGHTS], n, left, right)
+        buffers[WEIGHTS, i] = one
+    sums(buffers[DECAYS], buffers[WEIGHTS], n, left, right)
     signed(points, n, tied, left, right, kept[SIGNS])
     for i in range(n):
         scales[i] = one / (one + left[i] + right[i])
-    sums_and_moments(room[DECAYS], room[GAPS], scales, n, left, right, left_far, right_far)
+    sums_and_moments(buffers[DECAYS], buffers[GAPS], scales, n, left, right, left_far, right_far)
     signed(points, n, tied, left, right, difference)
     counted(points, n, tied, left, right, left_far, right_far, sizes)
     for i in range(n):
@@ -175,7 +185,7 @@ def rank_row(points, n, tied, order, room, kept, out):  # type: ignore[no-untype
 @kernel
 def sort_or_rank(
     h0, h1, l0, l1, numbers, mask, temperatures, t, in_spreads, limits, ranks, out, kept,
-    orders, shape, keys, integers, room,
+    orders, shape, keys, integers, buffers,
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """Soft sorts, or ranks, of (batch, N) numbers; NaN for rows that hold one, zero for padding."""
     unit = unit_of(temperatures, in_spreads, limits)
@@ -203,39 +213,44 @@ def sort_or_rank(
             for i in range(n):
                 out[head, tokens[i] if ranks else i] = np.nan
         else:
-            tied = set_gaps(points, n, shape[INV_WIDTH], ranks, room[DECAYS], room[GAPS])
+            tied = set_gaps(points, n, shape[INV_WIDTH], ranks, buffers[DECAYS], buffers[GAPS])
             if ranks:
-                rank_row(points, n, tied, order, room, own, out[head])
+                rank_row(points, n, tied, order, buffers, own, out[head])
             else:
-                sort_row(points, n, shape, tied, room, own, out[head])
+                sort_row(points, n, shape, tied, buffers, own, out[head])
         shape[MEAN] -= points[n // 2]
         copy(shape, SHAPE, points[size:])
 
 
 @part
-def sort_row_gradient(points, n, tied, upstream, room, kept, found):  # type: ignore[no-untyped-def]
+def sort_row_gradient(points, n, tied, upstream, buffers, kept, found):  # type: ignore[no-untyped-def]
     """The gradient g of ``s + w e`` in s, at a given width.
 
     With ``x = o g`` it is ``g_n ∂e_n + (κx)_n - l_n - r_n - Σ_j sign(j - n) κ_nj x_j e_j``.
     """
     stand_alone()
-    left, right, left_far, right_far = room[LEFT], room[RIGHT], room[LEFT_FAR], room[RIGHT_FAR]
-    weights, more, shifts, pulls = room[WEIGHTS], room[MORE], kept[SHIFTS], kept[PULLS]
+    left, right, left_far, right_far = (
+        buffers[LEFT],
+        buffers[RIGHT],
+        buffers[LEFT_FAR],
+        buffers[RIGHT_FAR],
+    )
+    weights, more, shifts, pulls = buffers[WEIGHTS], buffers[MORE], kept[SHIFTS], kept[PULLS]
     for i in range(n):
         weights[i] = upstream[i] * kept[SCALES, i]
         more[i] = weights[i] * shifts[i]
-    sums_and_moments(room[DECAYS], room[GAPS], weights, n, left, right, left_far, right_far)
+    sums_and_moments(buffers[DECAYS], buffers[GAPS], weights, n, left, right, left_far, right_far)
     for i in range(n):
         found[i] = upstream[i] * pulls[i] + (left[i] + right[i] + weights[i])
         found[i] -= left_far[i] + right_far[i]
-    sums(room[DECAYS], more, n, left, right)
+    sums(buffers[DECAYS], more, n, left, right)
     signed(points, n, tied, left, right, weights)
     for i in range(n):
         found[i] -= weights[i]
 
 
 @part
-def rank_row_gradient(points, n, tied, order, upstream, room, kept, found):  # type: ignore[no-untyped-def]
+def rank_row_gradient(points, n, tied, order, upstream, buffers, kept, found):  # type: ignore[no-untyped-def]
     """The gradient g of ``n + 1 + e_n`` in u.
 
     With ``x = g / q``, the ranks that mix with n pull at o_n by ``E = l - r - κ(x e)``, and through
@@ -243,8 +258,13 @@ def rank_row_gradient(points, n, tied, order, upstream, room, kept, found):  # t
     ``g_n ∂e_n - o_n (l_n + r_n + Σ_j sign κ_nj x_j e_j) + Σ_j sign κ_nj (h_n + h_j)``.
     """
     stand_alone()
-    left, right, left_far, right_far = room[LEFT], room[RIGHT], room[LEFT_FAR], room[RIGHT_FAR]
-    weights, more, product = room[WEIGHTS], room[MORE], room[PRODUCT]
+    left, right, left_far, right_far = (
+        buffers[LEFT],
+        buffers[RIGHT],
+        buffers[LEFT_FAR],
+        buffers[RIGHT_FAR],
+    )
+    weights, more, product = buffers[WEIGHTS], buffers[MORE], buffers[PRODUCT]
     scales, shifts, pulls = kept[SCALES], kept[SHIFTS], kept[PULLS]
     for i in range(n):
         product[i] = upstream[order[i]]
@@ -252,17 +272,17 @@ def rank_row_gradient(points, n, tied, order, upstream, room, kept, found):  # t
         weights[i] = product[i] * kept[MASSES, i]
         more[i] = weights[i] * shifts[i]
         found[i] = product[i] * pulls[i]
-    sums_and_moments(room[DECAYS], room[GAPS], weights, n, left, right, left_far, right_far)
+    sums_and_moments(buffers[DECAYS], buffers[GAPS], weights, n, left, right, left_far, right_far)
     counted(points, n, tied, left, right, left_far, right_far, product)
     for i in range(n):
         found[i] -= scales[i] * product[i]
         weights[i] = left_far[i] - right_far[i] - more[i]
-    sums(room[DECAYS], more, n, left, right)
+    sums(buffers[DECAYS], more, n, left, right)
     signed(points, n, tied, left, right, product)
     for i in range(n):
         found[i] -= scales[i] * product[i]
         weights[i] = -scales[i] * scales[i] * (weights[i] - left[i] - right[i])
-    sums(room[DECAYS], weights, n, left, right)
+    sums(buffers[DECAYS], weights, n, left, right)
     signed(points, n, tied, left, right, product)
     for i in range(n):
         found[i] += weights[i] * kept[SIGNS, i] + product[i]
@@ -293,7 +313,7 @@ def width_gradient(points, n, mean, inv_width, ranks, upstream, shifts, found): 
 @kernel
 def sort_or_rank_gradient(
     h0, h1, l0, l1, upstream, temperatures, t, in_spreads, limits, ranks, kept, orders,
-    d_numbers, d_temperatures, room,
+    d_numbers, d_temperatures, buffers,
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """Gradients in the numbers and in the temperatures; `d_numbers` is zero for padding.
 
@@ -315,12 +335,12 @@ def sort_or_rank_gradient(
                 d_numbers[head, tokens[i]] = np.nan
             d_temperatures[head] = np.nan
             continue
-        tied = set_gaps(points, n, inv_width, ranks, room[DECAYS], room[GAPS])
-        found = room[FOUND]
+        tied = set_gaps(points, n, inv_width, ranks, buffers[DECAYS], buffers[GAPS])
+        found = buffers[FOUND]
         if ranks:
-            rank_row_gradient(points, n, tied, tokens, upstream[head], room, own, found)
+            rank_row_gradient(points, n, tied, tokens, upstream[head], buffers, own, found)
         else:
-            sort_row_gradient(points, n, tied, upstream[head], room, own, found)
+            sort_row_gradient(points, n, tied, upstream[head], buffers, own, found)
         # Sorts have the scale of the numbers: whatever these were multiplied with cancels.
         factor, spread = np.float64(shape[FACTOR]), np.float64(shape[SPREAD])
         mean = np.float64(points[n // 2]) + shape[MEAN]

@@ -17,11 +17,10 @@ from espformer.ops.esp.cpu.compiling import kernel, part, stand_alone
 from espformer.ops.esp.cpu.gradients import (
     LEFT,
     LEFT_SLOPE,
-    PRODUCT,
-    let_pairs_pull,
-    pull_back,
+    add_slopes_of_pairs,
+    backprop_product,
+    bandwidth_gradient,
     scales_gradient,
-    stretch,
 )
 from espformer.ops.esp.cpu.kappa import (
     multiply,
@@ -58,7 +57,7 @@ from espformer.ops.esp.cpu.sort import sort_tokens
 
 
 @part
-def sort_row(settings, unit, numbers, mask, side, shapes, head, tokens, ones, room):  # type: ignore[no-untyped-def]
+def sort_row(settings, unit, numbers, mask, side, shapes, head, tokens, ones, buffers):  # type: ignore[no-untyped-def]
     """Sorts the numbers of one row that take part, and finds the scales of κ; gives that back."""
     stand_alone()
     n, first = numbers.shape[1], np.int64(0)
@@ -73,8 +72,8 @@ def sort_row(settings, unit, numbers, mask, side, shapes, head, tokens, ones, ro
     order, points = side.order[head, 0], side.points[head, 0]
     if n > 0:
         sort_tokens(
-            numbers[head], tokens, n, order, points, room.keys, room.integers[SPARE],
-            room.integers[COUNTS],
+            numbers[head], tokens, n, order, points, buffers.keys, buffers.integers[SPARE],
+            buffers.integers[COUNTS],
         )  # fmt: skip
         t = np.float64(unit.temperatures[head % len(unit.temperatures)])
         inv_bandwidth = measure(points, n, t, unit, shapes[head])
@@ -82,11 +81,11 @@ def sort_row(settings, unit, numbers, mask, side, shapes, head, tokens, ones, ro
     if np.isnan(inv_bandwidth):
         copy(tokens, n, order)
         clear(points, n)
-    kappa = kappa_of(settings, side, head, 0, room, first)
+    kappa = kappa_of(settings, side, head, 0, buffers, first)
     scales = side.scales[head, 0]
     if settings.balanced:
-        x, r = room.steps[0], room.steps[1]
-        balance_steps(kappa, ones, settings.exponents, x, r, room.columns[0, MIXED])
+        x, r = buffers.steps[0], buffers.steps[1]
+        balance_steps(kappa, ones, settings.exponents, x, r, buffers.columns[0, MIXED])
         copy(x[len(settings.exponents)], n, scales)
     else:
         row_scales(kappa, ones, scales)
@@ -95,16 +94,16 @@ def sort_row(settings, unit, numbers, mask, side, shapes, head, tokens, ones, ro
 
 @kernel
 def sort_numbers(
-    h0, h1, l0, l1, settings, unit, numbers, mask, side, shapes, room
+    h0, h1, l0, l1, settings, unit, numbers, mask, side, shapes, buffers
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """Sorts (batch, N) numbers of the tokens that take part, and finds the scales of κ."""
-    tokens, ones = number_ranks(room.integers[TOKENS]), set_ones(room.columns[0, UNIT])
+    tokens, ones = number_ranks(buffers.integers[TOKENS]), set_ones(buffers.columns[0, UNIT])
     for head in range(h0, h1):
-        sort_row(settings, unit, numbers, mask, side, shapes, head, tokens, ones, room)
+        sort_row(settings, unit, numbers, mask, side, shapes, head, tokens, ones, buffers)
 
 
 @part
-def spoil(rows, places, n):  # type: ignore[no-untyped-def]
+def fill_nan(rows, places, n):  # type: ignore[no-untyped-def]
     """Sets rows to NaN at these places, and to zero elsewhere."""
     stand_alone()
     for i in range(rows.shape[0]):
@@ -116,35 +115,40 @@ def spoil(rows, places, n):  # type: ignore[no-untyped-def]
 
 
 @part
-def spoil_gradients(order, places, n, rows_wanted, head, d_rows, d_numbers, d_temperatures):  # type: ignore[no-untyped-def]
-    """Sets all gradients of a row of numbers with NaN to NaN."""
+def fill_nan_gradients(
+    inv_bandwidth, order, ranks, n, back, rows_wanted, d_rows, d_numbers, d_temperature
+):  # type: ignore[no-untyped-def]
+    """Sets all gradients of a row of numbers with NaN to NaN; whether it is one."""
     stand_alone()
+    if not np.isnan(inv_bandwidth):
+        return False
     if rows_wanted:
-        spoil(d_rows[head], places, n)
-    for i in range(min(n, d_numbers.shape[1])):
-        d_numbers[head, order[i]] = np.nan
-    d_temperatures[head] = np.nan
+        fill_nan(d_rows, ranks if back else order, n)
+    for i in range(min(n, len(d_numbers))):
+        d_numbers[order[i]] = np.nan
+    d_temperature[0] = np.nan
+    return True
 
 
 @kernel
 def mix_rows(
-    h0, h1, l0, l1, settings, side, value, back, centre, out, room, lanes
+    h0, h1, l0, l1, settings, side, value, back, centre, out, buffers, lanes
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """``A V``, or ``Aᵀ V`` if `back`: (batch, N, d); NaN for rows that hold one."""
-    unit, ranks = set_ones(room.columns[0, UNIT]), number_ranks(room.integers[RANKS])
-    blocks, out_blocks, y = room.blocks[K_ROWS], room.blocks[D_K_ROWS], room.rows[0]
+    unit, ranks = set_ones(buffers.columns[0, UNIT]), number_ranks(buffers.integers[RANKS])
+    blocks, out_blocks, y = buffers.blocks[K_ROWS], buffers.blocks[D_K_ROWS], buffers.rows[0]
     one, first = unit.dtype.type(1), np.int64(0)
     for head in range(h0, h1):
         n, order = side.lengths[head], side.order[head, 0]
         if np.isnan(settings.inv_bandwidth[head]):
-            spoil(out[head], order if back else ranks, n)
+            fill_nan(out[head], order if back else ranks, n)
             continue
         scales = side.scales[head, 0]
         inner = scales if settings.balanced else unit
         clear_blocks(out_blocks)
         if n > 0:
             pack(value[head], centre, blocks, lanes)
-            kappa = kappa_of(settings, side, head, 0, room, first)
+            kappa = kappa_of(settings, side, head, 0, buffers, first)
             for block in range(blocks.shape[0]):
                 if back:
                     multiply(kappa, blocks[block], ranks, scales, y, lanes)
@@ -166,7 +170,7 @@ def add_row_products(x, slope, y, n, scale, out, slopes, lanes):  # type: ignore
         slopes[i] += scale[i] * total(load(slope, i * width, lanes) * row)
 
 
-# Rows of the room for columns, beside those that `scales_gradient` works in.
+# Rows of the buffer for columns, beside those that `scales_gradient` works in.
 D_OUT, D_IN, SLOPES = range(10, 13)
 
 
@@ -181,7 +185,7 @@ def to_numbers(settings, unit, side, head, slopes, shape, d_numbers):  # type: i
     n, order, points = side.lengths[head], side.order[head, 0], side.points[head, 0]
     inv_bandwidth = np.float64(settings.inv_bandwidth[head])
     factor, mean, spread = shape[FACTOR], shape[MEAN], shape[SPREAD]
-    pulls, turned = stretch(points, n, slopes), 0.0
+    pulls, turned = bandwidth_gradient(points, n, slopes), 0.0
     if unit.in_spreads and shape[FREE] > 0 and spread > 0:
         turned = pulls / (n * spread * spread)
     scale = inv_bandwidth * factor
@@ -199,29 +203,34 @@ def to_numbers(settings, unit, side, head, slopes, shape, d_numbers):  # type: i
 @kernel
 def mix_gradient(
     h0, h1, l0, l1, settings, unit, side, shapes, x, y, back, rows_wanted, centre, d_rows,
-    d_numbers, d_temperatures, room, lanes, pair_lanes,
+    d_numbers, d_temperatures, buffers, lanes,
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """Gradients of F(X, Y): of the rows that were mixed, of the numbers and of the temperatures.
 
     `x` and `y` are values and upstream gradients; the other way round if `back`.
     """
-    columns, pairs, rows = room.columns[0], room.pairs[0], room.rows
-    ones, ranks = set_ones(columns[UNIT]), number_ranks(room.integers[RANKS])
-    x_blocks, y_blocks, d_blocks = room.blocks[Q_ROWS], room.blocks[K_ROWS], room.blocks[D_K_ROWS]
+    columns, pairs, rows = buffers.columns[0], buffers.pairs[0], buffers.rows
+    ones, ranks = set_ones(columns[UNIT]), number_ranks(buffers.integers[RANKS])
+    x_blocks, y_blocks, d_blocks = (
+        buffers.blocks[Q_ROWS],
+        buffers.blocks[K_ROWS],
+        buffers.blocks[D_K_ROWS],
+    )
     d_out, d_in, slopes = columns[D_OUT], columns[D_IN], columns[SLOPES]
     one, first, nothing = ones.dtype.type(1), np.int64(0), ones[:0]
     for head in range(h0, h1):
         n, order, scales = side.lengths[head], side.order[head, 0], side.scales[head, 0]
-        if np.isnan(settings.inv_bandwidth[head]):
-            places = ranks if back else order
-            spoil_gradients(order, places, n, rows_wanted, head, d_rows, d_numbers, d_temperatures)
+        if fill_nan_gradients(
+            settings.inv_bandwidth[head], order, ranks, n, back, rows_wanted, d_rows[head],
+            d_numbers[head], d_temperatures[head:],
+        ):  # fmt: skip
             continue
         inner = scales if settings.balanced else ones
         clear_blocks(d_blocks)
         if n > 0:
             pack(x[head], centre, x_blocks, lanes)
             pack(y[head], centre, y_blocks, lanes)
-            kappa = kappa_of(settings, side, head, 0, room, first)
+            kappa = kappa_of(settings, side, head, 0, buffers, first)
             for column in (d_out, d_in, slopes):
                 clear(column, n)
             for block in range(x_blocks.shape[0]):
@@ -239,18 +248,16 @@ def mix_gradient(
                     scatter(left, n, ranks, scales, one, d_blocks[block], lanes)
                 d_x = d_blocks[block] if rows_wanted and not back else nothing
                 ins = d_in if settings.balanced else nothing
-                pull_back(
+                backprop_product(
                     kappa, x_blocks[block], order, inner, y_blocks[block], ranks, scales, rows,
                     settings, ones, slopes, ins, d_x, lanes,
                 )  # fmt: skip
             if settings.slopes:
                 scales_gradient(
                     kappa, scales, settings.balanced, settings.exponents, ones, columns, pairs,
-                    room.steps, d_out, d_in, pair_lanes,
+                    buffers.steps, d_out, d_in,
                 )  # fmt: skip
-                let_pairs_pull(
-                    kappa, ranks, pairs, slopes, ranks, ones, settings, rows[PRODUCT], pair_lanes
-                )
+                add_slopes_of_pairs(kappa, pairs, ranks, ones, slopes)
                 d_temperatures[head] = to_numbers(
                     settings, unit, side, head, slopes, shapes[head], d_numbers[head]
                 )  # fmt: skip
@@ -258,26 +265,26 @@ def mix_gradient(
             unpack(d_blocks, d_rows[head], lanes)
 
 
-# Rows of the room for columns, of one or two columns of values: in rank order, and mixed.
+# Rows of the buffer for columns, of one or two columns of values: in rank order, and mixed.
 AT_RANK, PRODUCT_OF, SLOPE_OF, UPSTREAM, SLOPE_OF_ONES = range(5)
 
 
 @kernel
 def mix_columns(
-    h0, h1, l0, l1, settings, unit, numbers, mask, value, back, side, shapes, out, room
+    h0, h1, l0, l1, settings, unit, numbers, mask, value, back, side, shapes, out, buffers
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """`sort_numbers` and `mix_rows` in one, for few columns and rows that sum to one."""
-    tokens, ones = number_ranks(room.integers[TOKENS]), set_ones(room.columns[0, UNIT])
-    at_rank, mixed = room.columns[1, AT_RANK], room.columns[1, PRODUCT_OF]
-    ranks = number_ranks(room.integers[RANKS])
+    tokens, ones = number_ranks(buffers.integers[TOKENS]), set_ones(buffers.columns[0, UNIT])
+    at_rank, mixed = buffers.columns[1, AT_RANK], buffers.columns[1, PRODUCT_OF]
+    ranks = number_ranks(buffers.integers[RANKS])
     for head in range(h0, h1):
-        kappa = sort_row(settings, unit, numbers, mask, side, shapes, head, tokens, ones, room)
+        kappa = sort_row(settings, unit, numbers, mask, side, shapes, head, tokens, ones, buffers)
         n, order, scales = side.lengths[head], side.order[head, 0], side.scales[head, 0]
         if np.isnan(settings.inv_bandwidth[head]):
-            spoil(out[head], order if back else ranks, n)
+            fill_nan(out[head], order if back else ranks, n)
             continue
         if mask.shape[1] > 0:
-            spoil(out[head], order, np.int64(0))
+            fill_nan(out[head], order, np.int64(0))
         for c in range(value.shape[2]):
             for i in range(n):
                 at_rank[i] = value[head, i, c] * scales[i] if back else value[head, order[i], c]
@@ -292,23 +299,24 @@ def mix_columns(
 @kernel
 def columns_gradient(
     h0, h1, l0, l1, settings, unit, side, shapes, x, y, back, rows_wanted, d_rows, d_numbers,
-    d_temperatures, room,
+    d_temperatures, buffers,
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """`mix_gradient` for few columns and rows that sum to one; `d_rows` holds zeros."""
-    ones, room_c = set_ones(room.columns[0, UNIT]), room.columns[1]
-    ranks, first = number_ranks(room.integers[RANKS]), np.int64(0)
-    at_rank, mixed, pulled = room_c[AT_RANK], room_c[PRODUCT_OF], room_c[SLOPE_OF]
-    upstream, of_ones = room_c[UPSTREAM], room_c[SLOPE_OF_ONES]
-    d_out, slopes = room_c[D_OUT], room_c[SLOPES]
+    ones, columns = set_ones(buffers.columns[0, UNIT]), buffers.columns[1]
+    ranks, first = number_ranks(buffers.integers[RANKS]), np.int64(0)
+    at_rank, mixed, pulled = columns[AT_RANK], columns[PRODUCT_OF], columns[SLOPE_OF]
+    upstream, of_ones = columns[UPSTREAM], columns[SLOPE_OF_ONES]
+    d_out, slopes = columns[D_OUT], columns[SLOPES]
     for head in range(h0, h1):
         n, order, scales = side.lengths[head], side.order[head, 0], side.scales[head, 0]
-        if np.isnan(settings.inv_bandwidth[head]):
-            places = ranks if back else order
-            spoil_gradients(order, places, n, rows_wanted, head, d_rows, d_numbers, d_temperatures)
+        if fill_nan_gradients(
+            settings.inv_bandwidth[head], order, ranks, n, back, rows_wanted, d_rows[head],
+            d_numbers[head], d_temperatures[head:],
+        ):  # fmt: skip
             continue
         if n == 0:
             continue
-        kappa = kappa_of(settings, side, head, 0, room, first)
+        kappa = kappa_of(settings, side, head, 0, buffers, first)
         clear(d_out, n)
         clear(slopes, n)
         for c in range(x.shape[2]):

@@ -20,9 +20,15 @@ from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
 from espformer.ops.esp.balancing import chebyshev_exponents
 from espformer.ops.esp.coupling import couple
-from espformer.ops.esp.cpu import gradients, short_plan, soft_plan
+from espformer.ops.esp.cpu import gradients, short_gradients, short_plan, soft_plan
 from espformer.ops.esp.cpu.kappa import table_of
-from espformer.ops.esp.cpu.short_plan import new_short_room
+from espformer.ops.esp.cpu.short_workspace import (
+    ALL,
+    FORWARD,
+    REACH,
+    REACH_OF_FLOAT32,
+    new_short_workspace,
+)
 from espformer.ops.esp.cpu.simd import LANES
 from espformer.ops.esp.cpu.soft_plan import Pairs, Settings, Side
 from espformer.ops.esp.cpu.threads import run, shares
@@ -33,8 +39,8 @@ DIFFERENTIABLE = 7  # the first: query, key, value, points of both, inv_bandwidt
 
 
 def _lanes(width: int) -> tuple[int, ...]:
-    """Columns per block: 8, 16 or 32."""
-    return LANES[8 if width <= 8 else 16 if width <= 16 else 32]
+    """Columns per block: 16 or 32."""
+    return LANES[16 if width <= 16 else 32]
 
 
 def _array(x: Tensor) -> np.ndarray:
@@ -65,24 +71,68 @@ def _exponents(dtype: np.dtype) -> np.ndarray:
 
 def _settings(
     inv_bandwidth: Tensor, metric: str, balance: str, hard: bool, ties: str,
-    slopes: bool = False, short: bool = False,
+    slopes: bool = False, form: str = "recurrences",
 ) -> Settings:  # fmt: skip
-    table, poles = table_of("absolute" if hard or short else metric, inv_bandwidth.dtype)
+    poles_of = "absolute" if hard or form != RECURRENCES else metric  # which has none
+    table, poles = table_of(poles_of, inv_bandwidth.dtype)
     exponents = _exponents(table.dtype)
     balanced = balance == "both" and not hard
     return Settings(
         _array(inv_bandwidth), hard, ties == "average", balanced, slopes, exponents,
-        table, poles, metric == "squared",
+        table, poles, metric == "squared", form == BANDS,
     )  # fmt: skip
 
 
-# Up to this many tokens plans are matrices: 4 N³ multiplications instead of some dozens of N d.
+# Up to this many tokens plans are matrices: 4 N³ multiplications instead of some dozens of N d. Of
+# the squared metric these are bands if there are more than FEW tokens, and for up to MANY tokens if
+# bands are less work than recurrences.
 SHORT = {"absolute": 32, "squared": 96}
+FEW, MANY = 32, 512
+FORMS = RECURRENCES, MATRICES, BANDS = "recurrences", "matrices", "bands"
 
 
-def _is_short(query_points: Tensor, key_points: Tensor, metric: str, hard: bool) -> bool:
-    tokens = max(query_points.shape[-1], key_points.shape[-1])
-    return not hard and tokens <= SHORT[metric]
+def _form_of(
+    query: tuple[Tensor, Tensor | None], key: tuple[Tensor, Tensor | None], inv_bandwidth: Tensor,
+    metric: str, hard: bool, columns: int,
+) -> str:  # fmt: skip
+    """How plans are applied to rows of so many columns in all.
+
+    `query` and `key` are points (batch, L, N), and which of them take part, see `_near`.
+    """
+    heads, slices, _ = query[0].shape
+    tokens = max(x.shape[-1] for x, _ in (query, key))
+    if hard or tokens > (SHORT[metric] if metric == "absolute" else MANY):
+        return RECURRENCES
+    if metric == "absolute" or tokens <= FEW or heads * slices == 0:
+        return MATRICES
+    near = max(_near(*side, inv_bandwidth) for side in (query, key))
+    if tokens <= SHORT[metric]:
+        return BANDS if near + 8 < 0.72 * tokens else MATRICES
+    # Multiplications for each rank, and what else is done with a rank, both as measured. Threads
+    # share the slices of a head only in recurrences.
+    wide = near + 8  # whole tiles
+    less = wide * (wide / 90 + 1.1) < columns + 45
+    return BANDS if less and heads >= torch.get_num_threads() else RECURRENCES
+
+
+def _near(points: Tensor, kept: Tensor | None, inv_bandwidth: Tensor) -> float:
+    """How many numbers are within reach of one, on average; of two slices only.
+
+    All tokens take part, or those that are kept: a mask (batch, N), or lengths (batch,).
+    """
+    numbers, inverse = _array(points), _array(inv_bandwidth)
+    heads, slices, tokens = points.shape
+    reach = REACH if points.dtype == torch.float64 else REACH_OF_FLOAT32
+    found = []
+    for index in {0, heads * slices // 2}:
+        head, l = divmod(index, slices)
+        x = numbers[head, l]
+        if kept is not None:
+            x = x[_array(kept[head])] if kept.dtype == torch.bool else x[: int(kept[head])]
+        x, far = np.sort(x), reach**0.5 / inverse[head]
+        within = np.searchsorted(x, x + far, "right") - np.searchsorted(x, x - far)
+        found.append(float(within.mean()) if len(x) else 0.0)
+    return max(found)
 
 
 def _run_short(
@@ -96,8 +146,8 @@ def _run_short(
     steps = len(settings.exponents) + 1 if settings.balanced else 0
 
     def arguments(index: int) -> tuple[Any, ...]:
-        room = new_short_room(tokens, columns, settings.table.dtype, steps, matrices)
-        return settings, *operands, room
+        buffers = new_short_workspace(tokens, columns, settings.table.dtype, steps, matrices)
+        return settings, *operands, buffers
 
     run(kernel, shares(heads, 1, slices * heads * tokens**3), arguments)
 
@@ -128,29 +178,29 @@ class _Work:
         self, kernel: Any, *operands: Any, sums: tuple[Tensor, ...] = (), width: int = 0,
         pairs: bool = False, rows: bool = True,
     ) -> None:  # fmt: skip
-        """Runs a kernel: settings, operands, what it adds to, room, and lanes.
+        """Runs a kernel: settings, operands, what it adds to, buffers, and lanes.
 
         `sums` have one part for every share of a head. There are lanes for `rows` of `width`
         columns, if the kernel takes any, and for `pairs` that contribute to the gradient of the
         points.
         """
         operands = tuple(_array(x) if isinstance(x, Tensor) else x for x in operands)
-        row_lanes, pair_lanes = _lanes(width), gradients.PAIR_LANES[self.settings.balanced]
-        lanes = (row_lanes,) * (rows and width > 0) + (pair_lanes,) * pairs
+        lanes = _lanes(width) if rows else gradients.PAIR_LANES
         steps = len(self.settings.exponents) + 1 if self.settings.balanced else 0
+        blocks = -(-(max(steps, 1) + 2) // gradients.IN_BLOCK) if pairs else 0
 
         def arguments(index: int) -> tuple[Any, ...]:
-            room = new_workspace(
+            buffers = new_workspace(
                 self.tokens, self.settings.table, columns=width, steps=steps,
-                lanes=row_lanes if rows else pair_lanes, pairs=pair_lanes if pairs else (),
+                lanes=lanes, pairs=blocks,
             )  # fmt: skip
             own = (_array(x[self.shares[index].part]) for x in sums)
-            return self.settings, *operands, *own, room, *lanes
+            return self.settings, *operands, *own, buffers, *(lanes,) * (rows and width > 0)
 
         run(kernel, self.shares, arguments)
 
     def zeros(self, like: Tensor, wanted: bool = True) -> Tensor:
-        """Room for the partial sums of as many shares as there are of a head."""
+        """Zeros for the partial sums of as many shares as there are of a head."""
         return _zeros(like, self.parts, *(like.shape if wanted else (len(like), 0, 0)))
 
 
@@ -181,12 +231,14 @@ def attend(
     many queries as keys.
     """
     heads, slices, tokens = query_points.shape
-    short = _is_short(query_points, key_points, metric, hard)
-    settings = _settings(inv_bandwidth, metric, balance, hard, ties, short=short)
+    width = value.shape[-1] + (query.shape[-1] if tau else 0)
+    sides = (query_points, query_mask), (key_points, key_mask)
+    form = _form_of(*sides, inv_bandwidth, metric, hard, width)
+    settings = _settings(inv_bandwidth, metric, balance, hard, ties, form=form)
     q_parts, k_parts = _new_side(query_points), _new_side(key_points)
     queries, keys = _side(q_parts), _side(k_parts)
     origin = _zeros(value, heads, value.shape[-1])
-    if short:
+    if form != RECURRENCES:
         for parts, mask in ((q_parts, query_mask), (k_parts, key_mask)):
             lengths = parts[2].shape[-1] if mask is None else mask.sum(-1)
             parts[0].copy_(torch.as_tensor(lengths))
@@ -197,12 +249,11 @@ def attend(
         logits = query.new_empty(heads, 0) if slice_logits is None else slice_logits
         _run_short(
             short_plan.attend_short, settings, (query_points, key_points),
-            max(value.shape[-1], query.shape[-1]), short_plan.FORWARD, queries, keys, pairs, tau,
+            max(value.shape[-1], query.shape[-1]), FORWARD, queries, keys, pairs, tau,
             query, key, value, query_points, key_points, _mask(query_mask, heads),
             _mask(key_mask, heads), logits, centre, origin, out, weights,
         )  # fmt: skip
         return out, weights, *q_parts, *k_parts  # type: ignore[return-value]
-    width = value.shape[-1] + (query.shape[-1] if tau else 0)
     work = _Work(settings, query_points, key_points, width)
     work.run(soft_plan.sort_side, query_points, _mask(query_mask, heads), queries)
     work.run(soft_plan.sort_side, key_points, _mask(key_mask, heads), keys)
@@ -240,7 +291,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ..
     return out, args[0].new_empty(args[0].shape[:2]), *sides
 
 
-def _room(wanted: list[bool], *operands: Tensor) -> list[tuple[int, ...]]:
+def _gradient_shapes(wanted: list[bool], *operands: Tensor) -> list[tuple[int, ...]]:
     """The shapes of the gradients; empty where none is wanted."""
     return [tuple(x.shape) if want else (0,) for x, want in zip(operands, wanted, strict=True)]
 
@@ -258,13 +309,15 @@ def attend_backward(
     (with `width`, which needs slopes), slice_logits; what is not wanted is empty.
     """
     heads, slices, tokens = q_points.shape
-    short = _is_short(q_points, k_points, metric, hard)
-    settings = _settings(inv_bandwidth, metric, balance, hard, ties, slopes, short)
+    columns = value.shape[-1] + (query.shape[-1] if tau else 0)
+    kept = (q_points, q_lengths), (k_points, k_lengths)
+    form = _form_of(*kept, inv_bandwidth, metric, hard, columns)
+    settings = _settings(inv_bandwidth, metric, balance, hard, ties, slopes, form)
     queries = _side([q_lengths, q_order, q_points, q_scales])
     keys = _side([k_lengths, k_order, k_points, k_scales])
     pairs = _pairs(coupling, (q_lengths, k_lengths), tokens, k_points.shape[-1], query.dtype)
     plan = queries, keys, pairs
-    if short:
+    if form != RECURRENCES:
         made = [_zeros(x) if costs else _zeros(x, heads, 0, 0) for x in (query, key)]
         made += [_zeros(value)]
         made += [_zeros(x) for x in (q_points, k_points)] if slopes else [
@@ -273,8 +326,8 @@ def attend_backward(
         widths = _zeros(q_points, 2, heads, slices)
         d_logits = _zeros(weights)
         _run_short(
-            short_plan.short_gradient, settings, (q_points, k_points),
-            max(value.shape[-1], query.shape[-1]), short_plan.ALL, *plan, tau, upstream, out,
+            short_gradients.short_gradient, settings, (q_points, k_points),
+            max(value.shape[-1], query.shape[-1]), ALL, *plan, tau, upstream, out,
             weights, query, key, value, centre, _zeros(value, heads, value.shape[-1]), *made,
             *widths, d_logits,
         )  # fmt: skip
@@ -335,7 +388,7 @@ def _new_gradient(points: Tensor, slopes: bool, balanced: bool) -> gradients.Sid
 def _(upstream: Tensor, out: Tensor, weights: Tensor, *args: Any) -> tuple[Tensor, ...]:
     q_points, k_points, (query, key, value, inv_bandwidth) = args[2], args[6], args[8:12]
     costs, slopes, width = args[-3:]
-    shapes = _room(
+    shapes = _gradient_shapes(
         [costs, costs, True, slopes, slopes, width, True],
         query, key, value, q_points, k_points, inv_bandwidth, weights,
     )  # fmt: skip

@@ -58,6 +58,7 @@ class Settings(NamedTuple):
     table: np.ndarray  # of poles
     poles: tuple[int, ...]  # lanes for them; none for the absolute metric, and hard sorts
     squared: bool  # whether distances are, for kernels that are compiled for both metrics
+    banded: bool  # whether matrices of short sequences are bands
 
 
 class Plan(NamedTuple):
@@ -74,42 +75,42 @@ class Plan(NamedTuple):
     pairs: Pairs
 
 
-# Rows of the room for columns; `gradients` has rows of its own, for either side.
+# Rows of the buffer for columns; `gradients` has rows of its own, for either side.
 MID, UNIT, Q_SPARE, K_SPARE, Q_SUMS, K_SUMS, Q_SQUARES, K_SQUARES, AT_RANK, MIXED = range(10)
 
-TOKENS, SPARE, COUNTS, RANKS = range(4)  # rows of the room for integers
-Q_ROWS, K_ROWS, D_Q_ROWS, D_K_ROWS = range(4)  # of the room for blocks
+TOKENS, SPARE, COUNTS, RANKS = range(4)  # rows of the buffer for integers
+Q_ROWS, K_ROWS, D_Q_ROWS, D_K_ROWS = range(4)  # of the buffer for blocks
 
 
 @part
-def kappa_of(settings, side, head, l, room, which):  # type: ignore[no-untyped-def]
+def kappa_of(settings, side, head, l, buffers, which):  # type: ignore[no-untyped-def]
     """The kernel of one side of a slice."""
     return set_kappa(
         settings, side.points[head, l], side.lengths[head], settings.inv_bandwidth[head],
-        room.decays[which], room.coefficients[which], room.scratch,
+        buffers.decays[which], buffers.coefficients[which], buffers.scratch,
     )  # fmt: skip
 
 
 @part
-def plan_of(settings, queries, keys, pairs, head, l, room):  # type: ignore[no-untyped-def]
-    """The plan of a slice; its kernels live in the room."""
+def plan_of(settings, queries, keys, pairs, head, l, buffers):  # type: ignore[no-untyped-def]
+    """The plan of a slice; its kernels live in the buffers."""
     q_out, k_out = queries.scales[head, l], keys.scales[head, l]
-    unit = room.columns[0, UNIT]
+    unit = buffers.columns[0, UNIT]
     q_in, k_in = (q_out, k_out) if settings.balanced else (unit, unit)
     first, second = np.int64(0), np.int64(1)
     return Plan(
-        kappa_of(settings, queries, head, l, room, first),
-        kappa_of(settings, keys, head, l, room, second),
+        kappa_of(settings, queries, head, l, buffers, first),
+        kappa_of(settings, keys, head, l, buffers, second),
         queries.order[head, l], keys.order[head, l], q_in, q_out, k_in, k_out,
         Pairs(pairs.rows[head], pairs.columns[head], pairs.weights[head]),
     )  # fmt: skip
 
 
 @kernel
-def sort_side(h0, h1, l0, l1, settings, numbers, mask, side, room):  # type: ignore[no-untyped-def]
+def sort_side(h0, h1, l0, l1, settings, numbers, mask, side, buffers):  # type: ignore[no-untyped-def]
     """Sorts (batch, L, N) numbers of the tokens that take part, and finds the scales of κ."""
     count, steps = numbers.shape[2], len(settings.exponents)
-    tokens, unit = number_ranks(room.integers[TOKENS]), set_ones(room.columns[0, UNIT])
+    tokens, unit = number_ranks(buffers.integers[TOKENS]), set_ones(buffers.columns[0, UNIT])
     first = np.int64(0)
     for head in range(h0, h1):
         n = count
@@ -125,12 +126,12 @@ def sort_side(h0, h1, l0, l1, settings, numbers, mask, side, room):  # type: ign
         for l in range(l0, l1):
             sort_tokens(
                 numbers[head, l], tokens, n, side.order[head, l], side.points[head, l],
-                room.keys, room.integers[SPARE], room.integers[COUNTS],
+                buffers.keys, buffers.integers[SPARE], buffers.integers[COUNTS],
             )  # fmt: skip
-            kappa = kappa_of(settings, side, head, l, room, first)
+            kappa = kappa_of(settings, side, head, l, buffers, first)
             if settings.balanced:
-                x, r = room.steps[0], room.steps[1]
-                balance_steps(kappa, unit, settings.exponents, x, r, room.columns[0, MIXED])
+                x, r = buffers.steps[0], buffers.steps[1]
+                balance_steps(kappa, unit, settings.exponents, x, r, buffers.columns[0, MIXED])
                 copy(x[steps], n, side.scales[head, l])
             else:
                 row_scales(kappa, unit, side.scales[head, l])
@@ -172,21 +173,21 @@ def column_costs(plan, balanced, columns):  # type: ignore[no-untyped-def]
     q_sums, k_sums, own = columns[Q_SUMS], columns[K_SUMS], plan.pairs
     row_sums(plan.kappa_q, plan.q_in, plan.q_out, balanced, q_sums)
     row_sums(plan.kappa_k, plan.k_in, plan.k_out, balanced, k_sums)
-    met_q = couple_column(own.rows, own.columns, own.weights, k_sums, columns[Q_SPARE])
-    met_k = couple_column(own.columns, own.rows, own.weights, q_sums, columns[K_SPARE])
+    coupled_k = couple_column(own.rows, own.columns, own.weights, k_sums, columns[Q_SPARE])
+    coupled_q = couple_column(own.columns, own.rows, own.weights, q_sums, columns[K_SPARE])
     at_rank, mixed = columns[AT_RANK], columns[MIXED]
     cost = mixed.dtype.type(0)
     mix_squares(plan.kappa_q, plan.q_order, plan.q_in, columns[Q_SQUARES], at_rank, mixed)
     for i in range(plan.kappa_q.n):
-        cost += plan.q_out[i] * mixed[i] * met_q[i]
+        cost += plan.q_out[i] * mixed[i] * coupled_k[i]
     mix_squares(plan.kappa_k, plan.k_order, plan.k_in, columns[K_SQUARES], at_rank, mixed)
     for i in range(plan.kappa_k.n):
-        cost += plan.k_out[i] * mixed[i] * met_k[i]
+        cost += plan.k_out[i] * mixed[i] * coupled_q[i]
     return cost
 
 
 @part
-def meet(plan, mid):  # type: ignore[no-untyped-def]
+def set_mid_scale(plan, mid):  # type: ignore[no-untyped-def]
     """The scale between the two kernels: ``q_out · k_out``, or ``q_out`` if a coupling applied
     ``k_out``.
     """
@@ -196,16 +197,16 @@ def meet(plan, mid):  # type: ignore[no-untyped-def]
 
 @kernel
 def slice_costs(
-    h0, h1, l0, l1, settings, queries, keys, pairs, query, key, centre, costs, room, lanes
+    h0, h1, l0, l1, settings, queries, keys, pairs, query, key, centre, costs, buffers, lanes
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """``D_l = (1/n) Σ_n [(A‖q‖²) (TB1) + (TᵀA1) (B‖k‖²) - 2 (AQ) · (TBK)]``, (batch, L).
 
     Both clouds are centred at `centre`, (batch, m), which changes no distance.
     """
-    columns = room.columns[0]
+    columns = buffers.columns[0]
     set_ones(columns[UNIT])
-    q_blocks, k_blocks = room.blocks[Q_ROWS], room.blocks[K_ROWS]
-    y_q, y_k, coupled, mid = room.rows[0], room.rows[1], room.rows[2], columns[MID]
+    q_blocks, k_blocks = buffers.blocks[Q_ROWS], buffers.blocks[K_ROWS]
+    y_q, y_k, coupled, mid = buffers.rows[0], buffers.rows[1], buffers.rows[2], columns[MID]
     for head in range(h0, h1):
         n, m = queries.lengths[head], keys.lengths[head]
         if n == 0 or m == 0:
@@ -217,29 +218,29 @@ def slice_costs(
         squared_norms(q_blocks, query.shape[1], columns[Q_SQUARES], lanes)
         squared_norms(k_blocks, key.shape[1], columns[K_SQUARES], lanes)
         for l in range(l0, l1):
-            plan = plan_of(settings, queries, keys, pairs, head, l, room)
+            plan = plan_of(settings, queries, keys, pairs, head, l, buffers)
             cost = column_costs(plan, settings.balanced, columns)
-            meet(plan, mid)
+            set_mid_scale(plan, mid)
             for block in range(q_blocks.shape[0]):
                 multiply(plan.kappa_q, q_blocks[block], plan.q_order, plan.q_in, y_q, lanes)
                 multiply(plan.kappa_k, k_blocks[block], plan.k_order, plan.k_in, y_k, lanes)
-                met = y_k
+                right = y_k
                 if len(plan.pairs.rows):
                     couple(y_k, plan.k_out, plan.pairs, coupled, n, lanes)
-                    met = coupled
-                cost -= 2 * weighted_product(y_q, met, n, mid, lanes)
+                    right = coupled
+                cost -= 2 * weighted_product(y_q, right, n, mid, lanes)
             costs[head, l] = cost / n
 
 
 @kernel
 def apply_plans(
-    h0, h1, l0, l1, settings, queries, keys, pairs, value, weights, centre, out, room, lanes
+    h0, h1, l0, l1, settings, queries, keys, pairs, value, weights, centre, out, buffers, lanes
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """``Σ_l weights_l A_lᵀ T B_l (V - centre)``: values (batch, M, d) to (batch, N, d)."""
-    set_ones(room.columns[0, UNIT])
-    ranks, mid = number_ranks(room.integers[RANKS]), room.columns[0, MID]
-    v_blocks, out_blocks = room.blocks[K_ROWS], room.blocks[D_Q_ROWS]
-    y_q, y_k, coupled = room.rows[0], room.rows[1], room.rows[2]
+    set_ones(buffers.columns[0, UNIT])
+    ranks, mid = number_ranks(buffers.integers[RANKS]), buffers.columns[0, MID]
+    v_blocks, out_blocks = buffers.blocks[K_ROWS], buffers.blocks[D_Q_ROWS]
+    y_q, y_k, coupled = buffers.rows[0], buffers.rows[1], buffers.rows[2]
     for head in range(h0, h1):
         n, m = queries.lengths[head], keys.lengths[head]
         clear_blocks(out_blocks)
@@ -247,14 +248,14 @@ def apply_plans(
         for l in range(l0, l1):
             if n == 0 or m == 0 or weights[head, l] == 0:  # no token, or a slice that was dropped
                 continue
-            plan = plan_of(settings, queries, keys, pairs, head, l, room)
-            meet(plan, mid)
+            plan = plan_of(settings, queries, keys, pairs, head, l, buffers)
+            set_mid_scale(plan, mid)
             for block in range(v_blocks.shape[0]):
                 multiply(plan.kappa_k, v_blocks[block], plan.k_order, plan.k_in, y_k, lanes)
-                met = y_k
+                right = y_k
                 if len(plan.pairs.rows):
                     couple(y_k, plan.k_out, plan.pairs, coupled, n, lanes)
-                    met = coupled
-                multiply(plan.kappa_q, met, ranks, mid, y_q, lanes)
+                    right = coupled
+                multiply(plan.kappa_q, right, ranks, mid, y_q, lanes)
                 scatter(y_q, n, plan.q_order, plan.q_in, weights[head, l], out_blocks[block], lanes)
         unpack(out_blocks, out[head], lanes)

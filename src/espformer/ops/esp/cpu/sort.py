@@ -36,8 +36,8 @@ def _bits(typingctx, x):  # type: ignore[no-untyped-def]
 def sort_tokens(numbers, tokens, n, order, points, keys, spare, counts):  # type: ignore[no-untyped-def]
     """Writes the tokens in ascending order of their numbers to `order`, and these to `points`.
 
-    `tokens` are the n that take part, ascending; equal numbers keep their order. `keys` (uint64) is
-    room for twice n, `spare` (int32) for n, and `counts` for 256 times 8.
+    `tokens` are the n that take part, ascending; equal numbers keep their order. `keys` (uint64)
+    has space for twice n, `spare` (int32) for n, and `counts` for 256 times 8.
     """
     stand_alone()
     zero = numbers.dtype.type(0)  # which makes -0 a 0

@@ -19,7 +19,7 @@ class Workspace(NamedTuple):
     integers: np.ndarray  # (4, tokens): tokens, their order, counts, ranks
     columns: np.ndarray  # (2, 16, tokens): one number per rank
     steps: np.ndarray  # (2, steps, tokens): x and r of the balancing
-    pairs: np.ndarray  # (2, 3, tokens · width): columns that pull at the points, see `gradients`
+    pairs: np.ndarray  # (2, 2 + blocks, tokens · 16): see `gradients`
     rows: np.ndarray  # (8, tokens · width): products with one block
     blocks: np.ndarray  # (4, blocks, tokens · width): operands and gradients
     decays: np.ndarray  # (2, tokens): of the kernels of both sides
@@ -29,29 +29,29 @@ class Workspace(NamedTuple):
 
 def new_workspace(
     tokens: int, table: np.ndarray, *, columns: int = 0, lanes: tuple[int, ...] = (0,),
-    steps: int = 0, pairs: tuple[int, ...] = (),
+    steps: int = 0, pairs: int = 0,
 ) -> Workspace:  # fmt: skip
-    """Room for up to `tokens` ranks, in a share of the work.
+    """Space for up to `tokens` ranks, in a share of the work.
 
     Args:
         tokens: the most of either side.
         table: of poles, see `kappa.table_of`.
         columns: of the rows that are multiplied, in blocks of `lanes`.
         steps: of the balancing, if there are any.
-        pairs: lanes for columns that pull at the points, if any do.
+        pairs: blocks of 16 columns that contribute to the gradient of the points.
     """
     dtype, width, whole = table.dtype, 8 * len(lanes), -(-tokens // 16) * 16
     coefficients = scratch = 0
     if len(table):
-        most = max(width if columns else 0, 8 * len(pairs), 1)
-        coefficients, scratch = gaussian.room_for(tokens, table.shape[1], most)
+        most = max(width if columns else 0, 16 if pairs else 1)
+        coefficients, scratch = gaussian.buffer_sizes(tokens, table.shape[1], most)
     blocks = -(-columns // width)
     return Workspace(
         np.empty(2 * tokens, np.uint64),
         np.empty((4, max(tokens, DIGITS)), np.int32),
         _columns((2, COLUMNS, whole), dtype),
         _columns((2, steps, whole), dtype),
-        np.zeros((2, 3 if pairs else 0, tokens * 8 * len(pairs)), dtype),
+        np.zeros((2, 2 + pairs if pairs else 0, tokens * 16), dtype),
         np.empty((8 if columns else 0, tokens * width), dtype),
         np.empty((4, blocks, tokens * width), dtype),
         np.zeros((2, whole), dtype),
