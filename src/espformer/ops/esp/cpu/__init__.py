@@ -19,12 +19,13 @@ FAR = 128.0  # in bandwidths; at this distance exp(-x) underflows in float32
 def attend(problem: Problem, value: Tensor) -> Tensor:
     """``N · G V``: (batch, N, d), in linear time and memory; a head that holds NaN is all NaN."""
     marker = problem.nonfinite_marker().view(-1, 1, 1)
+    # A head with NaN is computed with zeros, because heads share a workspace.
+    query, key = (x.masked_fill(marker.isnan(), 0) for x in (problem.query, problem.key))
+    problem = replace(problem, query=query, key=key)
     if problem.options.inverse_temperature and problem.options.cost_exponent != 2:
         # The kernels weigh slices by mean squared distances alone.
         return zero_padding(linear.attend(problem, value) + marker, problem.query_mask)
-    # A head with NaN is computed with zeros, because heads share a workspace.
-    query, key = (x.masked_fill(marker.isnan(), 0) for x in (problem.query, problem.key))
-    problem = replace(problem, query=query, key=key).scaled()
+    problem = problem.scaled()
     value = value.to(problem.dtype)
     options = problem.options
     inv_bandwidth = problem.inv_bandwidth()
