@@ -53,12 +53,14 @@ def test_a_cost_of_zero_has_finite_gradients() -> None:
     assert bool(x.grad.isfinite().all())
 
 
-@pytest.mark.parametrize("backend", ["dense", "linear"])
+@pytest.mark.parametrize("backend", ["dense", "linear", "cpu"])
 @pytest.mark.parametrize("exponent", [1.0, 3.0])
 @pytest.mark.parametrize("hard", [False, True])
 def test_nan_reaches_the_same_gradients_with_every_exponent(
     qkv: tuple[Tensor, ...], backend: str, exponent: float, hard: bool
 ) -> None:
+    if backend == "cpu":
+        pytest.importorskip("numba")
     qkv[0].data[1, 0, 4, 2] = torch.nan
     found = []
     for power in (exponent, 2.0):
@@ -66,7 +68,8 @@ def test_nan_reaches_the_same_gradients_with_every_exponent(
         found.append(torch.autograd.grad(out, qkv, torch.ones_like(out)))
     for have, want in zip(*found, strict=True):
         assert torch.equal(have.isnan(), want.isnan())
-        assert bool(have[1, 0].isnan().all())
+        if backend != "cpu":  # whose kernels compute such a head with zeros, and then add NaN
+            assert bool(have[1, 0].isnan().all())
 
 
 def test_nothing_changes_without_costs(qkv: tuple[Tensor, ...]) -> None:
