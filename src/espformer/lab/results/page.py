@@ -39,7 +39,8 @@ in `results/`, which `espformer reproduce --save results` writes.
 """
 
 _GAP = """\
-A gap is the first score minus the second, in points. The paper's is the mean over the settings that
+A gap is the first score minus the second, in points, over the settings and seeds that both have, so
+it may differ from that of the means above. The paper's is the mean over the settings that
 were run here, if it prints numbers; ours has a 95 % interval. How a claim is judged is said
 [below](#how-a-claim-is-judged)."""
 

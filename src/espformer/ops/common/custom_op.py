@@ -47,8 +47,8 @@ class Operator:
 
     Compilers, exporters, fake tensors and tensor subclasses call ``torch.ops.espformer.<name>``,
     with its fake and autograd rules. Plain tensors go directly to the function, or to an autograd
-    function if a gradient is needed. An attention call consists of about six operators, and for
-    small problems the dispatcher would take longer in Python than the kernels take on the GPU.
+    function if a gradient is needed: for small problems the dispatcher would take longer in Python
+    than the kernels take on the GPU.
 
     The function may return None among its results, where the torch operator has an empty tensor.
     With `keeps`, all results but the first are for the backward pass: a call returns the first one,

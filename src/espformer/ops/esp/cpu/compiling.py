@@ -117,7 +117,10 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def part(function: Callable[..., Any]) -> Any:
-    """A function that is called by kernels only, and compiled with them."""
+    """A function that is called by kernels only, and compiled with them.
+
+    It has no entry of its own: Python must call its ``py_func``, and crashes otherwise.
+    """
     return numba.njit(**PART_OPTIONS)(function)
 
 

@@ -111,7 +111,7 @@ class Kept(NamedTuple):
     @staticmethod
     def of(flat: Any) -> Kept:
         """The inverse of :meth:`flat`; what was None may also be empty."""
-        found: list[Any] = [None if x is None or x.numel() == 0 else x for x in flat]
+        found: list[Any] = [None if x is None or x.shape == (0,) else x for x in flat]
         first, second = Side(*found[5:11]), Side(*found[11:])
         sides = (first,) if found[11] is None else (first, second)
         weights, costs, mid_scale, x_states, w_states = found[:5]
@@ -299,7 +299,7 @@ def _(
         empty((batch, count, queries)) if settings.one_to_one else None, x_states, w_states, sides,
     )  # fmt: skip
     out = value.new_empty((batch, queries, value.shape[-1]))
-    return out, *(empty(0) if x is None else x for x in kept.flat())
+    return out, *(query.new_empty(0) if x is None else x for x in kept.flat())
 
 
 @operator(
@@ -327,7 +327,7 @@ def soft_attention_backward(
     )
     d_value = d_value.to(value.dtype)
     if not any((*needed[:2], *needed[3:])):
-        return None, None, d_value, None, None, None
+        return None, None, d_value if needed[2] else None, None, None, None
     d_inv_bandwidth = None if found.inv_bandwidth is None else found.inv_bandwidth.sum(-1)
 
     d_logits = d_rows = None
@@ -377,7 +377,8 @@ def soft_attention_backward(
         d_logits = None
     elif d_logits is not None and call.slice_logits.shape[0] != d_logits.shape[0]:
         d_logits = d_logits.sum(0, keepdim=True)
-    return (*d_tokens, d_value, d_slices, d_logits, d_inv_bandwidth)
+    found_all = *d_tokens, d_value, d_slices, d_logits, d_inv_bandwidth
+    return tuple(x if need else None for x, need in zip(found_all, needed, strict=True))
 
 
 @soft_attention_backward.register_fake

@@ -60,7 +60,8 @@ def _sort(
 
 def _to_tokens(ranked: Tensor, order: Tensor) -> Tensor:
     """A column by rank, (batch, 1, N), as one by token, (batch, N)."""
-    return torch.empty_like(ranked).scatter_(-1, order.long(), ranked).squeeze(1)
+    ranked = ranked.squeeze(1)
+    return torch.empty_like(ranked).scatter_(-1, order.squeeze(1).long(), ranked)
 
 
 def _numbers_gradient(
@@ -76,51 +77,51 @@ def _numbers_gradient(
     )[0].squeeze(-1)  # fmt: skip
 
 
-@operator("sort_numbers", f"({ARGUMENTS}) -> ({', '.join(['Tensor'] * 5)})", keeps=True)
+@operator("sort_numbers", f"({ARGUMENTS}) -> ({', '.join(['Tensor'] * 6)})", keeps=True)
 def sort_numbers(
     numbers: Tensor, inv_bandwidth: Tensor, mask: Tensor | None, in_spreads: bool
 ) -> tuple[Tensor | None, ...]:
     """Numbers (batch, N), softly sorted; padding is zero, and comes last.
 
-    Also returns what the backward pass needs: points, tokens and spreads, and z.
+    Also returns what the backward pass needs: points, tokens and spreads, z, and κx.
     """
     points, order, spread, z = _sort(numbers, inv_bandwidth, mask, in_spreads)
     x = numbers.unsqueeze(1).gather(-1, order.long())
-    out = _times_kernel(x, points, inv_bandwidth).mul_(z)
-    return out.squeeze(1), points, order, spread, z
+    sums = _times_kernel(x, points, inv_bandwidth)
+    return sums.squeeze(1) * z.squeeze(1), points, order, spread, z, sums
 
 
 @sort_numbers.register_fake
 def _(
     numbers: Tensor, inv_bandwidth: Tensor, mask: Tensor | None, in_spreads: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     batch, tokens = numbers.shape
     points = numbers.new_empty(batch, 1, tokens)
     order = torch.empty_like(points, dtype=torch.int32)
     spread = numbers.new_empty((batch, 1) if in_spreads else 0)
-    return torch.empty_like(numbers), points, order, spread, torch.empty_like(points)
+    kept = [torch.empty_like(points) for _ in range(2)]
+    return torch.empty_like(numbers), points, order, spread, *kept
 
 
 @operator(
     "sort_numbers_backward",
-    "(Tensor upstream, Tensor out, Tensor numbers, Tensor points, Tensor order, Tensor? spread, "
-    "Tensor z, Tensor inv_bandwidth, Tensor? mask, bool with_inv_bandwidth) -> (Tensor, Tensor)",
+    "(Tensor upstream, Tensor numbers, Tensor points, Tensor order, Tensor? spread, Tensor z, "
+    "Tensor sums, Tensor inv_bandwidth, Tensor? mask, bool with_inv_bandwidth) -> (Tensor, Tensor)",
 )
 def sort_numbers_backward(
-    upstream: Tensor, out: Tensor, numbers: Tensor, points: Tensor, order: Tensor,
-    spread: Tensor | None, z: Tensor, inv_bandwidth: Tensor, mask: Tensor | None,
-    with_inv_bandwidth: bool,
+    upstream: Tensor, numbers: Tensor, points: Tensor, order: Tensor, spread: Tensor | None,
+    z: Tensor, sums: Tensor, inv_bandwidth: Tensor, mask: Tensor | None, with_inv_bandwidth: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Gradients of the numbers and, if asked for, of `inv_bandwidth`.
 
     Of ``gᵀ (z · κx)``, with ``p = z g``: κp for x, the slope of ``pᵀ κ x`` for the points, and that
-    of z, whose upstream is ``g · κx``, that is ``g · out / z``.
+    of z, whose upstream is ``g · κx``.
     """
     tokens = order.long()
     p = upstream.unsqueeze(1) * z
     x = numbers.unsqueeze(1).gather(-1, tokens)
     slope = sorted_slope(p, x, points, inv_bandwidth, *METRIC)
-    dz = (upstream * out).unsqueeze(1) / z.masked_fill(z == 0, 1)
+    dz = upstream.unsqueeze(1) * sums
     z_slope = row_scales_backward(dz, z, points, inv_bandwidth, *METRIC)
     d_numbers = _numbers_gradient(slope, z_slope, points, order, spread, mask)
     d_numbers += _to_tokens(_times_kernel(p, points, inv_bandwidth), order)
@@ -157,6 +158,8 @@ def rank_numbers(
     points, order, spread, z = _sort(numbers, inv_bandwidth, mask, in_spreads)
     centred, middle, scale = _centred_ranks(z, mask)
     mass = _times_kernel(z, points, inv_bandwidth)
+    if mask is not None:
+        mass.masked_fill_(mass == 0, 1)  # where no number takes part
     expected = _times_kernel(z * centred, points, inv_bandwidth).div_(mass)
     out = _to_tokens(expected * scale + middle, order)
     if mask is not None:
@@ -220,8 +223,7 @@ rank_numbers_backward.register_fake(_fake_gradients)
 
 def _setup_sort(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     numbers, inv_bandwidth, mask, _ = inputs
-    out, *kept = output
-    ctx.save_for_backward(out, numbers, *kept, inv_bandwidth, mask)
+    ctx.save_for_backward(numbers, *output[1:], inv_bandwidth, mask)
 
 
 def _setup_rank(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
