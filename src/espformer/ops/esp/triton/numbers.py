@@ -19,6 +19,7 @@ As torch operators, with their fake and autograd rules: ``espformer::sort_number
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,18 +92,6 @@ def sort_numbers(
     return sums.squeeze(1) * z.squeeze(1), points, order, spread, z, sums
 
 
-@sort_numbers.register_fake
-def _(
-    numbers: Tensor, inv_bandwidth: Tensor, mask: Tensor | None, in_spreads: bool
-) -> tuple[Tensor, ...]:
-    batch, tokens = numbers.shape
-    points = numbers.new_empty(batch, 1, tokens)
-    order = torch.empty_like(points, dtype=torch.int32)
-    spread = numbers.new_empty((batch, 1) if in_spreads else 0)
-    kept = [torch.empty_like(points) for _ in range(2)]
-    return torch.empty_like(numbers), points, order, spread, *kept
-
-
 @operator(
     "sort_numbers_backward",
     "(Tensor upstream, Tensor numbers, Tensor points, Tensor order, Tensor? spread, Tensor z, "
@@ -167,18 +156,6 @@ def rank_numbers(
     return out, points, order, spread, z, mass, expected
 
 
-@rank_numbers.register_fake
-def _(
-    numbers: Tensor, inv_bandwidth: Tensor, mask: Tensor | None, in_spreads: bool
-) -> tuple[Tensor, ...]:
-    batch, tokens = numbers.shape
-    points = numbers.new_empty(batch, 1, tokens)
-    order = torch.empty_like(points, dtype=torch.int32)
-    spread = numbers.new_empty((batch, 1) if in_spreads else 0)
-    kept = [torch.empty_like(points) for _ in range(3)]
-    return torch.empty_like(numbers), points, order, spread, *kept
-
-
 @operator(
     "rank_numbers_backward",
     "(Tensor upstream, Tensor points, Tensor order, Tensor? spread, Tensor z, Tensor mass, "
@@ -209,6 +186,26 @@ def rank_numbers_backward(
     if not with_inv_bandwidth:
         return d_numbers, None
     return d_numbers, bandwidth_gradient(slope + z_slope, points, inv_bandwidth)
+
+
+def _fake(columns: int) -> Callable[..., tuple[Tensor, ...]]:
+    """The fake rule of an operator that keeps this many columns besides what the sort gives."""
+
+    def fake(
+        numbers: Tensor, inv_bandwidth: Tensor, mask: Tensor | None, in_spreads: bool
+    ) -> tuple[Tensor, ...]:
+        batch, tokens = numbers.shape
+        points = numbers.new_empty(batch, 1, tokens)
+        order = torch.empty_like(points, dtype=torch.int32)
+        spread = numbers.new_empty((batch, 1) if in_spreads else 0)
+        kept = [torch.empty_like(points) for _ in range(columns)]
+        return torch.empty_like(numbers), points, order, spread, *kept
+
+    return fake
+
+
+sort_numbers.register_fake(_fake(2))
+rank_numbers.register_fake(_fake(3))
 
 
 def _fake_gradients(*args: Any) -> tuple[Tensor, Tensor]:
