@@ -1,0 +1,1 @@
+"""Farthest point sampling of point clouds: the loop in torch, and one kernel for GPUs."""
