@@ -73,6 +73,20 @@ def test_it_learns(recipe, tmp_path):
     assert results["scores"]["test"] > 40, "ten classes, so chance is 10 %"
 
 
+def test_backward_passes_stay_in_the_thread_that_trains(recipe, tmp_path, monkeypatch):
+    """On a GPU another thread would be slower; see docs/performance.md."""
+    step, seen = Classifier.training_step, set()
+
+    def noting(self, batch, batch_idx):
+        seen.add(torch._C._is_multithreading_enabled())
+        return step(self, batch, batch_idx)
+
+    monkeypatch.setattr(Classifier, "training_step", noting)
+    execute(recipe.run("transformer"), tmp_path, progress=False)
+    assert seen == {False}
+    assert torch._C._is_multithreading_enabled()
+
+
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
 def test_precisions(recipe, tmp_path, precision):
     run = recipe.run("espformer", overrides=[f"trainer.precision={precision}"])

@@ -205,8 +205,11 @@ def _least_examples(model: nn.Module) -> int:
 
 
 def _fit(trainer: Trainer, learner: Learner, data: TaskData, checkpoint: Path | None) -> None:
+    # autograd otherwise hands every backward pass to a thread of the GPU, which takes longer than
+    # small models compute: docs/performance.md. A process trains on one device.
     try:
-        trainer.fit(learner, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        with torch.autograd.set_multithreading_enabled(False):
+            trainer.fit(learner, datamodule=data, ckpt_path=checkpoint, weights_only=True)
     except SystemExit:
         raise RunError("stopped; the same command goes on from the last checkpoint") from None
     except torch.OutOfMemoryError as error:
