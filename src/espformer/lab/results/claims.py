@@ -261,11 +261,12 @@ def count_claims(every: Sequence[tuple[Recipe, list[Result]]]) -> str:
     )
 
 
-def in_numbers(outcomes: Counter[str]) -> str:
-    """How many claims held, did not, and are not decided."""
+def in_numbers(outcomes: Counter[str], single: int = 0) -> str:
+    """How many claims held, did not, and are not decided; `single` of the latter have one pair."""
+    why = f", {single} of them because they have a single pair of runs" if single else ""
     return (
         f"{outcomes['held']} held (✓), {outcomes['failed']} did not (✗), and {outcomes['open']} "
-        "are not decided (?)"
+        f"are not decided (?){why}"
     )
 
 

@@ -132,6 +132,7 @@ def first_page(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
     # Rows by claim, and outcomes: of the paper's claims, and of those about our defaults.
     rows: dict[bool, dict[str, list[list[str]]]] = {n: defaultdict(list) for n in (True, False)}
     outcomes: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+    single: Counter[bool] = Counter()  # of them, those with one pair of runs
     waiting: Counter[str] = Counter()
     for recipe, results in _of_the_paper(every):
         found = {id(claim): comparison for claim, comparison in compared(recipe, results)}
@@ -144,6 +145,7 @@ def first_page(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
                 gap = paper_gap(claim, recipe, set(comparison.by_setting)) if theirs else None
                 reached = verdict(claim, comparison)
                 outcomes[theirs][reached.outcome] += 1
+                single[theirs] += comparison.pairs == 1
                 cells = [f"[{recipe.title}](#{anchor(recipe.title)})"]
                 cells += ["–" if gap is None else signed(gap)] if theirs else []
                 cells += [gap_in_words(comparison), str(reached)]
@@ -152,9 +154,9 @@ def first_page(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
         return []
     short = (
         f"- The paper's settings: of its {outcomes[True].total()} claims that were tested here, "
-        f"{in_numbers(outcomes[True])}; {waiting.total()} were not run.",
+        f"{in_numbers(outcomes[True], single[True])}; {waiting.total()} were not run.",
         f"- Our defaults: of {outcomes[False].total()} such claims about them, "
-        f"{in_numbers(outcomes[False])}.",
+        f"{in_numbers(outcomes[False], single[False])}.",
     )
     lines = ["## In short", "", *(short if rows[False] else short[:1]), "", *_scores(every)]
     lines += ["## The paper's claims", "", *_wrapped(_GAP)]
@@ -183,15 +185,19 @@ def _once(rows: dict[str, list[list[str]]]) -> list[list[str]]:
 
 def _scores(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
     """Return mean scores of the paper's attentions and of ours in its experiments."""
-    rows, most, seeds = [], 0, set[int]()
-    for recipe, results in _of_the_paper(every):
-        if not {*_COLUMNS} - {"espformer-default"} <= {*recipe.mechanisms}:
-            continue
+    shown = [
+        (recipe, results)
+        for recipe, results in _of_the_paper(every)
+        if results and {*_COLUMNS} - {"espformer-default"} <= {*recipe.mechanisms}
+    ]
+    short = Counter(recipe.title.split(",")[0] for recipe, _ in shown)
+    rows, most = [], 0
+    for recipe, results in shown:
         settings = dict.fromkeys(result["setting"] for result in results)
         for setting in settings:
             tested = {label: _tested(results, setting, label) for label in recipe.mechanisms}
             means = {label: statistics.fmean(found) for label, found in tested.items() if found}
-            seeds |= {len(tested[label]) for label in means}
+            runs = sorted({len(tested[label]) for label in means})
             cells = []
             for label in _COLUMNS:
                 here = f"{means[label]:.2f}" if label in means else "–"
@@ -202,18 +208,19 @@ def _scores(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
             best = max(others, key=others.__getitem__, default=None)
             most = max(most, len(others))
             cells.append("–" if best is None else f"{others[best]:.2f} `{best}`")
-            name = f"[{recipe.title.split(',')[0]}](#{anchor(recipe.title)})"
-            rows.append([f"{name}, {setting}" if len(settings) > 1 else name, *cells])
+            name = recipe.title.split(",")[0]
+            name = f"[{recipe.title if short[name] > 1 else name}](#{anchor(recipe.title)})"
+            seeds = "–".join(str(number) for number in dict.fromkeys((runs[0], runs[-1])))
+            rows.append([f"{name}, {setting}" if len(settings) > 1 else name, seeds, *cells])
     if not rows:
         return []
     text = (
-        f"Mean scores over {min(seeds)} to {max(seeds)} seeds, in brackets what the paper prints. "
-        "Many of our runs are "
-        "shorter than the paper's or have less data, as their sections say, so compare numbers of "
-        f"a row. The last column is the best of up to {most} variants of ESP, chosen by the very "
-        "score that is shown, so it flatters."
+        "Mean scores over seeds, in brackets what the paper prints. Many of our runs are shorter "
+        "than the paper's or have less data, as their sections say, so compare numbers of a row. "
+        f"The last column is the best of up to {most} variants of ESP, chosen by the very score "
+        "that is shown, so it flatters."
     )
-    head = ["experiment", *_COLUMNS.values(), "best variant of ESP"]
+    head = ["experiment", "seeds", *_COLUMNS.values(), "best variant of ESP"]
     return [*_wrapped(text), *grid([head, *rows])]
 
 
