@@ -1,15 +1,24 @@
-"""Does it matter that gradients go through the spread? A small ViT learns digits with and without.
+"""Small ViTs learn MNIST on a CPU with variants of ESP attention, for questions about its design.
 
-    python tools/constant_spread.py --data-dir DIRECTORY --seeds 0,1,2,3
+    python tools/small_vits.py --data-dir DIRECTORY --seeds 0,1,2,3 --only exact --only constant
 
-With ``temperature_unit="spread"`` the width of the soft sort is t times the standard deviation of
-the projections on a slice, and the gradient of that standard deviation is exact. `Constant` divides
-queries and keys by the same standard deviations, detached. Outputs are equal, gradients are not.
+- Does it matter that gradients go through the spread? With ``temperature_unit="spread"`` the width
+  of the soft sort is t times the standard deviation of the projections on a slice, and the gradient
+  of that standard deviation is exact. `constant` divides queries and keys by the same standard
+  deviations, detached. Outputs are equal, gradients are not.
+- Does it help to weigh slices by their costs? `tau-1` to `tau-100` have an inverse temperature.
+  Claim, written before the runs: up to 10 the weights of the slices differ by less than a tenth
+  after training, and accuracies by less than seeds do; at 100 they differ by more.
+
+Prints the test accuracy after every epoch, and for ESP the largest weight of a slice times their
+number, the mean over heads and layers: 1 if all weigh alike, 4 if one has all the weight.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +26,7 @@ from torch import Tensor
 
 from espformer import esp_attention
 from espformer.lab.data import load
+from espformer.lab.training.attention import recorded_calls, slice_statistics
 from espformer.models import VisionTransformer
 from espformer.nn import ESP, Mechanism, Softmax
 
@@ -46,11 +56,16 @@ class Constant(Mechanism):
         )  # fmt: skip
 
 
-MECHANISMS: dict[str, type[Mechanism]] = {"exact": ESP, "constant": Constant, "softmax": Softmax}
+MECHANISMS: dict[str, Callable[[], Mechanism]] = {
+    "exact": ESP,
+    "constant": Constant,
+    "softmax": Softmax,
+    **{f"tau-{tau}": partial(ESP, inverse_temperature=float(tau)) for tau in (1, 10, 100)},
+}
 
 
-def accuracies(mechanism: Mechanism, seed: int, data_dir: str | None) -> list[float]:
-    """Return the test accuracy in percent after every epoch."""
+def train(mechanism: Mechanism, seed: int, data_dir: str | None) -> tuple[list[float], float]:
+    """Return the test accuracy in percent after every epoch, and the largest slice weight."""
     splits = load("mnist", data_dir=data_dir).tensors
     train, test = splits["train"], splits["test"]
     torch.manual_seed(seed)
@@ -78,7 +93,9 @@ def accuracies(mechanism: Mechanism, seed: int, data_dir: str | None) -> list[fl
                 )
             ]
         found.append(100 * torch.cat(right).float().mean().item())
-    return found
+    with torch.no_grad(), recorded_calls(model) as calls:
+        model(_images(test.inputs[:BATCH]))
+    return found, slice_statistics(calls).get("slice_weight", float("nan"))
 
 
 def _images(pixels: Tensor) -> Tensor:
@@ -90,12 +107,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data-dir", help="where mnist/ lies")
-    parser.add_argument("--seeds", default="0,1,2,3")
+    parser.add_argument("--seeds", default="0,1,2,3", help="separated by commas")
+    parser.add_argument("--only", action="append", choices=list(MECHANISMS), help="default: all")
     options = parser.parse_args()
     for seed in map(int, options.seeds.split(",")):
-        for name, mechanism in MECHANISMS.items():
-            scores = accuracies(mechanism(), seed, options.data_dir)
-            print(f"seed {seed} {name}: " + ", ".join(f"{s:.1f}" for s in scores), flush=True)
+        for name in options.only or MECHANISMS:
+            scores, weight = train(MECHANISMS[name](), seed, options.data_dir)
+            after = ", ".join(f"{score:.1f}" for score in scores)
+            print(f"seed {seed} {name}: {after} (slice weight {weight:.3f})", flush=True)
 
 
 if __name__ == "__main__":
