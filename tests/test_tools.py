@@ -67,3 +67,20 @@ def test_problems_are_drawn():
     done = run("draw_problems.py", "--count", "20", "--seed", "7")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "problems, seed 7: all agree" in done.stdout
+
+
+@pytest.mark.slow
+def test_small_vits_learn_with_every_mechanism(tmp_path, monkeypatch):
+    from espformer.lab.data.make_tiny import make_tiny
+    from tools import small_vits
+
+    make_tiny(tmp_path)
+    for name, number in {"TRAIN": 20, "TEST": 10, "EPOCHS": 1, "BATCH": 10}.items():
+        monkeypatch.setattr(small_vits, name, number)
+    weights = {}
+    for name, mechanism in small_vits.MECHANISMS.items():
+        scores, weights[name] = small_vits.learn(mechanism(), 0, str(tmp_path))
+        assert len(scores) == 1
+        assert 0 <= scores[0] <= 100
+    assert weights["exact"] == pytest.approx(1)
+    assert weights["tau-100"] > weights["tau-1"] > 1

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from espformer import esp_attention
 from espformer.lab.data import load
+from espformer.lab.data.base import TensorSet
 from espformer.lab.training.attention import recorded_calls, slice_statistics
 from espformer.models import VisionTransformer
 from espformer.nn import ESP, Mechanism, Softmax
@@ -64,10 +66,10 @@ MECHANISMS: dict[str, Callable[[], Mechanism]] = {
 }
 
 
-def train(mechanism: Mechanism, seed: int, data_dir: str | None) -> tuple[list[float], float]:
+def learn(mechanism: Mechanism, seed: int, data_dir: str | None) -> tuple[list[float], float]:
     """Return the test accuracy in percent after every epoch, and the largest slice weight."""
-    splits = load("mnist", data_dir=data_dir).tensors
-    train, test = splits["train"], splits["test"]
+    task = load("mnist", data_dir=data_dir)
+    train, test = cast(TensorSet, task.train), cast(TensorSet, task.test)
     torch.manual_seed(seed)
     model = VisionTransformer(
         image_size=28, channels=1, classes=10, patch_size=4, dim=64, mlp_dim=128, depth=4,
@@ -112,7 +114,7 @@ def main() -> None:
     options = parser.parse_args()
     for seed in map(int, options.seeds.split(",")):
         for name in options.only or MECHANISMS:
-            scores, weight = train(MECHANISMS[name](), seed, options.data_dir)
+            scores, weight = learn(MECHANISMS[name](), seed, options.data_dir)
             after = ", ".join(f"{score:.1f}" for score in scores)
             print(f"seed {seed} {name}: {after} (slice weight {weight:.3f})", flush=True)
 
