@@ -62,13 +62,13 @@ def test_soft_attention(name: str) -> None:
     masks = torch.tensor([[True] * 4 + [False] * 2], device=DEVICE), key_mask, None
     if options["one_to_one"] and not options["one_mask"]:
         masks = key_mask.to(DEVICE), key_mask.to(DEVICE), None
-    operands = numbers(1, 6, 4), numbers(1, keys, 4), numbers(1, keys, 4), numbers(1, 3, 4)
-    logits, width = numbers(1, 3), torch.full((1,), 5.0, device=DEVICE)
+    operands = numbers(1, 6, 4), numbers(1, keys, 4), numbers(1, keys, 4), numbers(1, 2, 4)
+    logits, width = numbers(1, 2), torch.full((1,), 5.0, device=DEVICE)
     leaves = [x.requires_grad_() for x in (*operands, logits, width)]
     arguments = (*leaves, *masks, *(options[name] for name in attention.Settings._fields))
     operator = attention.soft_attention.custom
     torch.library.opcheck(operator, arguments, test_utils=CHECKS)
-    torch.library.opcheck(operator, strided(arguments), test_utils=CHECKS)
+    torch.library.opcheck(operator, strided(arguments), test_utils="test_faketensor")
     found = operator(*arguments)[0]
     expected = attention.soft_attention(*arguments)
     assert torch.equal(found, expected)
