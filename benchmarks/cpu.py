@@ -86,7 +86,7 @@ class Setting:
             return self.attention(backend, inputs)(*inputs[:3])
 
     def error(self, got: Sequence[Tensor]) -> float:
-        """Of output and gradients of the first heads, against linear time in float64."""
+        """The error of output and gradients of the first heads, against linear time in float64."""
         return largest_error([x[:, :CHECKED] for x in got], exact(self))
 
 

@@ -55,7 +55,7 @@ def verdict(met: bool, error: float | None = None, tolerance: float = TOLERANCE)
 
 
 class Company:
-    """How much CPU time other processes used meanwhile, which makes timings unreliable."""
+    """The CPU time that other processes used meanwhile, which makes timings unreliable."""
 
     def __init__(self) -> None:
         self.start = self._now()

@@ -247,7 +247,7 @@ def measure_all(task: str, methods: list[str], batch: int, counts: list[int], de
 def run(
     task: str, methods: list[str], batch: int, counts: list[int], device: str
 ) -> dict[str, dict[int, dict]]:
-    """What a fresh process measured of each method, by length, up to a failure, and its cause."""
+    """Measure each method in a fresh process, by length, up to a failure and its cause."""
     command = [sys.executable, "-m", "benchmarks.sorting", "--device", device]
     command += ["--one", task, ";".join(methods), str(batch), *map(str, counts)]
     found: dict[str, dict[int, dict[str, Any]]] = {methods[0]: {}}

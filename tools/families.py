@@ -40,7 +40,7 @@ SAME = 1e-3  # of an output's largest number
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one class.
+    """The outcome for one class.
 
     Attributes:
         family: the model type of its configuration.
@@ -185,7 +185,7 @@ def judge(cls: type[Any]) -> Row:
 def converted_difference(
     model: nn.Module, given: dict[str, Any], before: list[Tensor]
 ) -> tuple[float, float, ConversionReport]:
-    """How far outputs are from the original's with softmax as a mechanism: all, one per token."""
+    """The distance from the original's outputs, with softmax as mechanism: all, one per token."""
     espformer.convert(model, Softmax())
     found = outputs(model, given)
     shape = given["attention_mask"].shape if "attention_mask" in given else None

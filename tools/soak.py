@@ -41,7 +41,7 @@ ALLOWED_GROWTH = 0.10
 
 
 def mechanisms() -> list[Mechanism]:
-    """What people use, and combinations that they may."""
+    """The mechanisms that people use, and likely combinations."""
     found: list[Mechanism] = [
         ESP(metric=metric, balance=balance, inverse_temperature=tau, learn_temperature=True)
         for metric, balance, tau in itertools.product(

@@ -204,7 +204,7 @@ def test_more_heads_than_a_grid_is_high(hard: bool) -> None:
 @pytest.mark.parametrize("metric", ["absolute", "squared"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_long_sequences(metric: str, dtype: torch.dtype) -> None:
-    """What single steps of a walk are off by adds up."""
+    """Errors of single steps of a scan add up."""
     options = {"metric": metric, "sort_temperature": 0.1}
     errors = relative_errors(dtype, 20_000, 20_000, 16, "linear", **options)
     assert max(errors.values()) <= TOLERANCE[dtype], errors

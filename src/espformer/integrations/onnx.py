@@ -137,7 +137,7 @@ def _stable_sort(self: Any, stable: Any = None, dim: int = -1, descending: bool 
 
 @contextlib.contextmanager
 def _for_export(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode, with implementations whose graphs do not depend on the sizes."""
+    """Use evaluation mode, and implementations whose graphs do not depend on the sizes."""
     training = {module: module.training for module in model.modules()}
     backends = {module: module.backend for module in model.modules() if isinstance(module, ESP)}
     try:

@@ -1,4 +1,4 @@
-"""From a soft to a hard sort: sort temperatures, hard sorting, straight-through.
+"""The way from a soft to a hard sort: sort temperatures, hard sorting, straight-through.
 
 Each function acts on every :class:`espformer.nn.ESP` inside a model, also inside ``Differential``,
 and returns the names of the modules it changed. The settings are saved in the model's state dict.

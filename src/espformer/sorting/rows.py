@@ -66,7 +66,7 @@ class SoftSort:
 
     @property
     def lengths(self) -> Tensor:
-        """How many numbers of each row take part: (batch, 1), in the dtype of the numbers."""
+        """The count of numbers that take part in each row: (batch, 1), in their dtype."""
         self._check_ranks()
         if self.mask is None:
             return self.numbers.new_full((self.numbers.shape[0], 1), self.count)
@@ -136,7 +136,7 @@ class SoftSort:
             )
 
     def _mix_numbers(self, *, ranks: bool) -> Tensor | None:
-        """By kernels for numbers alone; None where there are none for these options."""
+        """The result of kernels for numbers alone; None if there are none for these options."""
         options = self.options
         if options.straight_through:
             return None

@@ -88,7 +88,7 @@ def esp(case: Case, device: torch.device, *, backend: str) -> Attention:
 
 
 def parameters(attention: Attention) -> list[Tensor]:
-    """What an attention learns besides its inputs: slices."""
+    """The parameters of an attention besides its inputs: slices."""
     slices = attention.keywords.get("slices") if isinstance(attention, partial) else None
     return [slices] if slices is not None and slices.requires_grad else []
 

@@ -43,7 +43,7 @@ class Case:
 
     @property
     def query_width(self) -> int:
-        """Of queries and keys."""
+        """The width of queries and keys."""
         return self.width if self.qk_width is None else self.qk_width
 
     def inputs(self, device: torch.device) -> list[Tensor]:

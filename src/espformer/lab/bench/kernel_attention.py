@@ -22,7 +22,7 @@ __all__ = ["dense_kernel_attention", "kernel_attention"]
 
 
 def kernel_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """In O(N log N); tensors are ``(batch, heads, tokens, width)``, queries and keys scaled."""
+    """Kernel attention in O(N log N), of scaled ``(batch, heads, tokens, width)``."""
     dtype = torch.promote_types(value.dtype, torch.float32)
     q, k, v = (x.flatten(0, 1).to(dtype) for x in (query, key, value))
     q, k = (x.mT * x.shape[-1] ** -0.5 for x in (q, k))

@@ -111,7 +111,7 @@ def calling(attention: Attention, inputs: Sequence[Tensor], backward: bool) -> C
 
 
 def _predicted_seconds(case: Case, rows: Sequence[Measurement]) -> float:
-    """From the largest smaller case of the same kind; 0 where nothing is known."""
+    """An estimate from the largest smaller case of the same kind; 0 if nothing is known."""
     known = [
         row
         for row in rows

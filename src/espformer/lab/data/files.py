@@ -39,7 +39,7 @@ class DataMissing(DataError, FileNotFoundError):
 
 @dataclass(frozen=True)
 class Hub:
-    """Where a data set lies on the hub: repository, configuration, and its names of our splits."""
+    """A data set on the hub: its repository, configuration, and names of our splits."""
 
     repository: str
     config: str

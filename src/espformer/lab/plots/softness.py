@@ -26,7 +26,7 @@ class SoftScore(NamedTuple):
 
     @property
     def width(self) -> float:
-        """Of the soft sort: t with the absolute metric, √t with the squared one."""
+        """The width of the soft sort: t with the absolute metric, √t with the squared one."""
         t = self.sort_temperature
         return math.sqrt(t) if self.metric == "squared" else t
 

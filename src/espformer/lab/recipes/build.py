@@ -1,4 +1,4 @@
-"""From names in a recipe to objects: mechanisms, and arguments checked before anything is built."""
+"""Turn names in a recipe into objects; arguments are checked before anything is built."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping

@@ -37,7 +37,7 @@ class Data:
     workers: int = 0
     """Processes that prepare batches; 0 is none beside the training process."""
     directory: str | None = None
-    """Where the files are; the data set's own default unless given."""
+    """The directory of the files; by default the data set's own."""
 
     def __post_init__(self) -> None:
         _positive(batch_size=self.batch_size, eval_batch_size=self.eval_batch_size)
@@ -71,7 +71,7 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How the learning rate changes."""
+    """The course of the learning rate."""
 
     name: Literal["constant", "milestones", "inverse_sqrt"] = "constant"
     milestones: list[int] = field(default_factory=list)
@@ -134,7 +134,7 @@ class Trainer:
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     devices: int = 1
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
-    """With more than one device: `ddp` copies the model, `fsdp` shares it out (classifiers)."""
+    """What several devices do: `ddp` copies the model, `fsdp` shares it out (classifiers)."""
     deterministic: bool = False
     """Refuse operators whose result depends on the order of threads."""
     compile: bool = False

@@ -42,7 +42,7 @@ _Loader.add_implicit_resolver(
 
 @dataclass
 class Origins:
-    """Where each value was written, for messages."""
+    """The places where values were written, for messages."""
 
     file: str = ""
     places: dict[KeyPath, str] = field(default_factory=dict)

@@ -155,7 +155,7 @@ def _encode(matrix: dict[str, Any], peak: float) -> None:
 
 
 def _blocks(matrix: Tensor) -> Tensor:
-    """At most :data:`MOST_CELLS` rows and columns, by means over blocks."""
+    """Reduce to at most :data:`MOST_CELLS` rows and columns, by means over blocks."""
     if max(matrix.shape) <= MOST_CELLS:
         return matrix
     height, width = (min(size, MOST_CELLS) for size in matrix.shape)

@@ -17,7 +17,7 @@ NOTE = (
     "sum from one, soft → hard, on sixteen test examples. Differential attention is a difference "
     "of two, which does not sum to one."
 )
-"""What the columns are."""
+"""The meaning of the columns."""
 
 # How the mechanisms of the recipes are called in pictures.
 NAMES = {

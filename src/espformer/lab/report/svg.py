@@ -111,7 +111,7 @@ def line_chart(
 
 
 def frame() -> dict[str, float]:
-    """Where the plot is inside a line chart: what the script needs to read the pointer."""
+    """The place of the plot inside a line chart, which the script needs to read the pointer."""
     return {"width": WIDTH, "left": _LEFT, "right": WIDTH - _RIGHT}
 
 

@@ -143,7 +143,8 @@ def compare(claim: Claim, results: Sequence[dict[str, Any]]) -> Comparison | Non
 
 
 def _batches(result: Result) -> dict[str, Any]:
-    """What decides the batches of a run; an option that is not written down had its default."""
+    """The settings that decide the batches of a run; options that are not written down had their
+    defaults."""
     data = {**(result.get("config", {}).get("data") or {})}
     if data.get("set"):
         given = parse(Spec, data["set"], Origins())
@@ -198,7 +199,7 @@ SCORES = {
 """Scores that tables show, and what they add to the name of a row."""
 
 SIGNS = {"held": "✓", "failed": "✗", "open": "?"}
-"""Of the outcomes of claims."""
+"""The marks of the outcomes of claims."""
 
 
 def grid(rows: list[list[str]]) -> list[str]:
@@ -262,7 +263,7 @@ def count_claims(every: Sequence[tuple[Recipe, list[Result]]]) -> str:
 
 
 def in_numbers(outcomes: Counter[str], single: int = 0) -> str:
-    """How many claims held, did not, and are not decided; `single` of the latter have one pair."""
+    """Count the claims that held, did not, and are not decided; `single` of these have one pair."""
     why = f", {single} of them because they have a single pair of runs" if single else ""
     return (
         f"{outcomes['held']} held (✓), {outcomes['failed']} did not (✗), and {outcomes['open']} "

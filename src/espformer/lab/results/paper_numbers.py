@@ -1,4 +1,6 @@
-"""What the paper prints, and where we differ: `paper_numbers.yaml`, `paper_differences.yaml`."""
+"""The numbers of the paper, and our differences from it: `paper_numbers.yaml` and
+`paper_differences.yaml`.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,7 +70,7 @@ TABLES: dict[str, Table] = _read()
 
 @dataclass(frozen=True)
 class Differences:
-    """Where a recipe leaves the paper."""
+    """A difference of a recipe from the paper."""
 
     values: dict[str, Any] = field(default_factory=dict)
     """Key path of a run, and its value in the paper."""

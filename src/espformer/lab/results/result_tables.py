@@ -149,7 +149,7 @@ weights; the column after it is what it would be if costs were neither squared n
 number of tokens. The spread is the standard deviation of the sorted projections, and t the
 temperature. All are means over layers and heads, after the last epoch. Examples per second count
 training steps only; runs may have shared the machine with others."""
-"""What the columns of :func:`_attention` are."""
+"""The meaning of the columns of :func:`_attention`."""
 
 
 def _attention(results: list[Result]) -> list[str]:

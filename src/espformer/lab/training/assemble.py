@@ -1,4 +1,4 @@
-"""From the description of a run to its data, its model and what trains it."""
+"""Build the data, the model and the learner of a run from its description."""
 
 import inspect
 from collections.abc import Sequence

@@ -91,7 +91,7 @@ class SeededBatches(Sampler[list[int]]):
 
     @property
     def sampler(self) -> "SeededBatches":
-        """Where Lightning looks for `set_epoch`."""
+        """The object on which Lightning looks for `set_epoch`."""
         return self
 
     def set_epoch(self, epoch: int) -> None:

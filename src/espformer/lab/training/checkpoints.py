@@ -92,7 +92,7 @@ class Checkpoints(Checkpoint):
         self.best: float | None = None
         self.best_epoch = -1
         self.seconds_before: float | None = 0.0
-        """Of former attempts, up to the checkpoint that this one goes on from; None: not known."""
+        """Seconds of former attempts, up to the checkpoint that is resumed; None: not known."""
         self._training, self._since_save = Stopwatch(), Stopwatch()
 
     @property

@@ -56,7 +56,7 @@ class Job:
     run: Run
     directory: Path
     arguments: list[str]
-    """Of the `espformer` command."""
+    """Arguments of the `espformer` command."""
     needs: list[Path] = field(default_factory=list)
     attempts: int = 0
 

@@ -173,7 +173,7 @@ def _setting(rate: float) -> str:
 
 
 def head_file(output: Path, run: FinetuneRun) -> Path:
-    """Where the head lies that all runs of an experiment begin with."""
+    """The file of the head that all runs of an experiment begin with."""
     return output / run.recipe / "head.safetensors"
 
 
@@ -199,7 +199,7 @@ def fit_shared_head(run: FinetuneRun, output: Path) -> Path:
 
 
 def _device() -> torch.device:
-    """Where work is done before Lightning has chosen a device."""
+    """The device of the work that is done before Lightning has chosen one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -231,9 +231,9 @@ class FinetuneLearner(Classifier):
         super().__init__(run, make_classifier(run, task.classes))
         self.finetune = run
         self.calibration: dict[str, Any] | None = None
-        """What calibrating gave, where it was asked for."""
+        """The result of calibrating, if it was asked for."""
         self.confusion: Tensor | None = None
-        """Of the test so far, ``(classes, classes)``: rows are true, columns are found."""
+        """Counts of the test so far, ``(classes, classes)``: rows are true, columns are found."""
 
     def begin(self, output: Path, task: Task, *, fresh: bool) -> None:
         """Begin with the head that was fitted with the original attention; calibrate if asked."""

@@ -27,7 +27,7 @@ WHERE = (
 
 
 def run_directory(output: Path, run: Run) -> Path:
-    """Where a run keeps its files: recipe, setting, mechanism, seed."""
+    """The directory of a run: recipe, setting, mechanism, seed."""
     return output / run.recipe / _slug(run.setting) / _slug(run.label) / f"seed-{run.seed}"
 
 

@@ -198,7 +198,7 @@ def _train(
 
 
 def _least_examples(model: nn.Module) -> int:
-    """Of a batch: one example has no variance to normalise by."""
+    """The least size of a batch: one example has no variance to normalise by."""
     return 1 + any(
         isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()
     )
@@ -371,7 +371,7 @@ def score_percent(metrics: Any, learner: Learner) -> float:
 
 
 def _position(last: Path, run: TrainingRun) -> tuple[int, int]:
-    """Where the run of a checkpoint stood; refuses one of another run."""
+    """The position of the run in a checkpoint; one of another run is refused."""
     said = read_checkpoint(last)[MARK]
     changed = differences(plain(run), said["run"])
     if changed:

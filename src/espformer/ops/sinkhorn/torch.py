@@ -168,7 +168,7 @@ def sinkhorn_output(
 
 
 def _length(present: Tensor | None, scores: Tensor, dim: int) -> Tensor:
-    """How many tokens of each sequence take part along `dim`, at least 1; ``(..., 1, 1)``."""
+    """The number of tokens that take part along `dim`, at least 1; ``(..., 1, 1)``."""
     if present is None:
         return scores.new_full((1, 1), scores.shape[dim])
     return present.sum(dim, keepdim=True).clamp(min=1).to(scores.dtype)
