@@ -19,14 +19,15 @@ from espformer.ops.esp.triton.costs import centre_grad_kernel, centre_kernel
 from espformer.ops.esp.triton.costs import norm_costs_grad_kernel, norm_costs_kernel
 from espformer.ops.esp.triton.dense_columns import dense_column_kernel, dense_norm_costs_kernel
 from espformer.ops.esp.triton.dense_columns import dense_norm_costs_grad_kernel
-from espformer.ops.esp.triton.hard_plan import compose_kernel, gather_kernel, pair_kernel
+from espformer.ops.esp.triton.hard_plan import compose_kernel, gather_kernel, match_kernel
+from espformer.ops.esp.triton.hard_plan import match_runs_kernel, pair_kernel
 from espformer.ops.esp.triton.narrow_plan import narrow_apply_kernel, narrow_grad_kernel
 from espformer.ops.esp.triton.normalise import BACKWARD, FORWARD, balance_kernel, column_kernel
-from espformer.ops.esp.triton.sort import back_project_kernel, point_grad_kernel, spread_kernel
+from espformer.ops.esp.triton.points import back_project_kernel, pack_kernel, point_grad_kernel
+from espformer.ops.esp.triton.points import project_kernel, rank_kernel, spread_kernel
+from espformer.ops.esp.triton.points import unpack_kernel
 from espformer.ops.esp.triton.soft_plan import apply_kernel, cross_kernel
-from espformer.ops.esp.triton.sort import match_kernel, match_runs_kernel, merge_runs_kernel
-from espformer.ops.esp.triton.sort import pack_kernel, project_kernel, rank_kernel, sort_config
-from espformer.ops.esp.triton.sort import sort_runs_kernel, unpack_kernel
+from espformer.ops.esp.triton.sort import merge_runs_kernel, sort_config, sort_runs_kernel
 from espformer.ops.esp.triton.states import REGISTERS, link_kernel, scan_kernel, state_table
 from espformer.ops.esp.triton.states import sums_kernel
 import triton.language as tl

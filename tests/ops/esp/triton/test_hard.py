@@ -10,8 +10,14 @@ pytest.importorskip("triton")
 
 import espformer
 from espformer.ops.esp.triton import sort
-from espformer.ops.esp.triton.hard_plan import gather_distance, gather_dot, gather_sum, match
-from espformer.ops.esp.triton.sort import masked_lengths, match_points, rank_points
+from espformer.ops.esp.triton.hard_plan import (
+    gather_distance,
+    gather_dot,
+    gather_sum,
+    match,
+    match_points,
+)
+from espformer.ops.esp.triton.points import masked_lengths, rank_points
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter takes a second for a row of 1000 tokens.

@@ -42,6 +42,7 @@ from espformer.ops.esp.triton.plan import (
     sort_side,
     sort_side_backward,
 )
+from espformer.ops.esp.triton.points import blocks_of_tokens, masked_lengths
 from espformer.ops.esp.triton.soft_plan import (
     PlanGradients,
     apply_plans,
@@ -49,7 +50,6 @@ from espformer.ops.esp.triton.soft_plan import (
     keeps_states,
     plan_gradients,
 )
-from espformer.ops.esp.triton.sort import blocks_of_tokens, masked_lengths
 from espformer.ops.esp.triton.states import Chunks
 
 MOST_WIDTH = 256

@@ -2,7 +2,8 @@
 
 The torch twin is :class:`espformer.ops.esp.linear.HardMixing`.
 
-- ``espformer::match``: the key that each query is matched with, from two rankings;
+- ``espformer::match_points``: the key that each query is matched with, from their tokens;
+- ``espformer::match``: the same, from two rankings;
 - ``espformer::apply_matching``: ``Σ_l weight_l V[match_l]``;
 - ``espformer::cross_matching``: ``Σ_i q_i · k[match_l(i)]`` for every slice;
 - ``espformer::matching_costs``: ``Σ_i ‖q_i - k[match_l(i)]‖²`` for every slice.
@@ -21,8 +22,18 @@ from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
 from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2, width_arguments
 from espformer.ops.esp.problem import Problem
+from espformer.ops.esp.triton.points import Sides, masked_lengths, pack_tokens, rank_points
 from espformer.ops.esp.triton.primitives import program_rows
-from espformer.ops.esp.triton.sort import masked_lengths, match_points, rank_points
+from espformer.ops.esp.triton.sort import (
+    any_infinite,
+    make_words,
+    merge_config,
+    merged,
+    sort_config,
+    sort_rows,
+    sort_words,
+    word_index,
+)
 
 # Every row is read once per slice. If the rows of a head fit in the L1 cache of a multiprocessor,
 # which is several times faster than L2, a program takes so many tokens that it has a multiprocessor
@@ -33,6 +44,154 @@ MOST_BYTES = 64 << 10
 FEW_ROWS = 32
 # With fewer programs than about a GPU's multiprocessors, smaller ones are better.
 FEWEST_PROGRAMS = 128
+
+
+@triton.jit(do_not_specialize=("ROWS",))
+def match_kernel(
+    bits_ptr,  # (2, B, L, BLOCK), halves of words: queries, then keys
+    out_ptr,  # (B, L, N) int32
+    weight_ptr,  # (B, L) float32
+    N, ROWS, weight, BITS: tl.constexpr, INFINITY: tl.constexpr, BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr, VECTORS: tl.constexpr, DIMS: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """Sorts a row of queries and one of keys: ``out[token of a query] = key of the same rank``."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    bad = False
+    keys = make_words(tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32), BITS)
+    queries = make_words(
+        tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32), BITS
+    )  # not `keys`: the compiler would not see it change below
+    for side in range(2):  # a loop, so that the code of the sort is compiled once
+        word = make_words(tl.load(bits_ptr + (side * ROWS + row) * BLOCK + n), n, BITS)
+        bad |= any_infinite(word, BITS, INFINITY)
+        queries = keys
+        keys = sort_words(word, BLOCK, VECTOR, VECTORS, DIMS, HELD)
+    query = word_index(queries, BITS)
+    tl.store(out_ptr + row * N + query, word_index(keys, BITS), mask=query < N)
+    tl.store(weight_ptr + row, tl.where(bad, float("nan"), weight))
+
+
+@triton.jit(do_not_specialize=("ROWS", "BLOCKS"))
+def match_runs_kernel(
+    words_ptr,  # (2, B, L, N) words, in sorted runs of LENGTH
+    out_ptr,  # (B, L, N) int32
+    weight_ptr,  # (B, L) float32
+    N, LENGTH, ROWS, BLOCKS, BITS: tl.constexpr, INFINITY: tl.constexpr, BLOCK: tl.constexpr,
+    DIMS: tl.constexpr,
+):  # fmt: skip
+    """`match_kernel` for rows of one or two sorted runs: those of all queries, then of all keys.
+
+    The weight becomes NaN if the row contains NaN. The order of programs is that of
+    `compose_kernel`.
+    """
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    start = tl.program_id(0) % BLOCKS * BLOCK
+    n = start + tl.arange(0, BLOCK)
+    queries = merged(words_ptr + row * N, start, N, LENGTH, BLOCK, DIMS)
+    keys = merged(words_ptr + (ROWS + row) * N, start, N, LENGTH, BLOCK, DIMS)
+    query = word_index(queries, BITS)
+    tl.store(out_ptr + row * N + query, word_index(keys, BITS), mask=n < N)
+    if any_infinite(queries, BITS, INFINITY) | any_infinite(keys, BITS, INFINITY):
+        tl.store(weight_ptr + row, float("nan"))
+
+
+@once
+def _match_launch(shape: Sides) -> Launch:
+    """Sorts both sides and matches them; rows are as long as one program sorts."""
+    words, rows, tokens = shape.words, shape.rows, shape.shape[1]
+    return Launch(
+        match_kernel, (rows,), N=tokens, ROWS=rows, weight=1 / shape.count, **words.arguments,
+        **sort_config(tokens),
+    )  # fmt: skip
+
+
+@once
+def _match_runs_launch(shape: Sides, length: int) -> Launch:
+    """Matches both sides, whose rows are sorted in runs of `length`."""
+    words, rows, tokens = shape.words, shape.rows, shape.shape[1]
+    config = merge_config()
+    blocks = ceil_div(tokens, config["BLOCK"])
+    return Launch(
+        match_runs_kernel, (rows * blocks,), N=tokens, LENGTH=length, ROWS=rows, BLOCKS=blocks,
+        **words.arguments, **config,
+    )  # fmt: skip
+
+
+@operator("match_points")
+def match_points(
+    query: Tensor, key: Tensor, slices: Tensor | None, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The key of the same rank for every query and slice of (batch, N, m) tokens of one dtype.
+
+    Returns the matches, (batch, L, N) in int32, and the weights of a plain mean, (batch, L): one
+    over the number of slices, but NaN where the slice of the queries or the keys holds NaN or an
+    infinity. Padded tokens are the same on both sides and are matched with each other.
+    """
+    shape, packed = pack_tokens(query, key, slices, mask, scale)
+    rows = query.shape[0], shape.count, query.shape[1]
+    matches = torch.empty(rows, device=query.device, dtype=torch.int32)
+    weights = torch.empty(rows[:2], device=query.device, dtype=torch.float32)
+    if shape.at_once:
+        _match_launch(shape)(packed, matches, weights)
+    else:
+        weights.fill_(1 / shape.count)
+        packed, length = sort_rows(packed, runs=2)
+        _match_runs_launch(shape, length)(packed, matches, weights)
+    return matches, weights
+
+
+@match_points.register_fake
+def _(
+    query: Tensor, key: Tensor, slices: Tensor | None, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    batch, tokens, width = query.shape
+    count = width if slices is None else slices.shape[-2]
+    matches = query.new_empty((batch, count, tokens), dtype=torch.int32)
+    return matches, query.new_empty((batch, count), dtype=torch.float32)
+
+
+@triton.jit(do_not_specialize=("BLOCKS",))
+def compose_kernel(
+    from_ptr,  # (rows, N) int32
+    to_ptr,  # (rows, N) int32, or None: the identity
+    out_ptr,  # (rows, N) int32
+    N, BLOCKS, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``out[from_n] = to_n``.
+
+    Neighbouring programs write to the same row, so that the L2 cache combines their scattered
+    writes.
+    """
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64) * N
+    n = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    to = n if to_ptr is None else tl.load(to_ptr + row + n, mask=n < N, other=0)
+    tl.store(out_ptr + row + tl.load(from_ptr + row + n, mask=n < N, other=0), to, mask=n < N)
+
+
+@once
+def _compose_launch(rows: int, tokens: int) -> Launch:
+    block = min(1024, power_of_2(tokens))
+    blocks = ceil_div(tokens, block)
+    return Launch(compose_kernel, (rows * blocks,), N=tokens, BLOCKS=blocks, BLOCK=block)
+
+
+@operator("match")
+def match(order: Tensor, to: Tensor | None) -> Tensor:
+    """The permutations ``to ∘ order⁻¹`` along the last dimension, in int32; None: the identity.
+
+    For two rankings this is the key that each query is matched with, for one the rank of each
+    token.
+    """
+    out = torch.empty_like(order)
+    tokens = order.shape[-1]
+    _compose_launch(order.numel() // tokens, tokens)(order, to, out)
+    return out
+
+
+@match.register_fake
+def _(order: Tensor, to: Tensor | None) -> Tensor:
+    return order.new_empty(order.shape)
 
 
 @triton.jit(do_not_specialize=("L", "BLOCKS", "D8"))
@@ -132,13 +291,6 @@ def _pair_launch(shape: Shape, width: int, bytes_each: int, distance: bool) -> t
     )  # fmt: skip
 
 
-@once
-def _compose_launch(rows: int, tokens: int) -> Launch:
-    block = min(1024, power_of_2(tokens))
-    blocks = ceil_div(tokens, block)
-    return Launch(compose_kernel, (rows * blocks,), N=tokens, BLOCKS=blocks, BLOCK=block)
-
-
 def gather_sum(x: Tensor, index: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """``Σ_l weight_l x[index[l, i]]``: x (batch, N, d), index (batch, L, N), weight (batch, L)."""
     out = torch.empty_like(x, dtype=dtype)
@@ -161,42 +313,6 @@ def gather_dot(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
 def gather_distance(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
     """``Σ_i ‖x_i - y[index[l, i]]‖²`` for every slice: (batch, L)."""
     return _gather_pairs(x, y, index, True)
-
-
-@triton.jit(do_not_specialize=("BLOCKS",))
-def compose_kernel(
-    from_ptr,  # (rows, N) int32
-    to_ptr,  # (rows, N) int32, or None: the identity
-    out_ptr,  # (rows, N) int32
-    N, BLOCKS, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """``out[from_n] = to_n``.
-
-    Neighbouring programs write to the same row, so that the L2 cache combines their scattered
-    writes.
-    """
-    row = (tl.program_id(0) // BLOCKS).to(tl.int64) * N
-    n = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    to = n if to_ptr is None else tl.load(to_ptr + row + n, mask=n < N, other=0)
-    tl.store(out_ptr + row + tl.load(from_ptr + row + n, mask=n < N, other=0), to, mask=n < N)
-
-
-@operator("match")
-def match(order: Tensor, to: Tensor | None) -> Tensor:
-    """The permutations ``to ∘ order⁻¹`` along the last dimension, in int32; None: the identity.
-
-    For two rankings this is the key that each query is matched with, for one the rank of each
-    token.
-    """
-    out = torch.empty_like(order)
-    tokens = order.shape[-1]
-    _compose_launch(order.numel() // tokens, tokens)(order, to, out)
-    return out
-
-
-@match.register_fake
-def _(order: Tensor, to: Tensor | None) -> Tensor:
-    return order.new_empty(order.shape)
 
 
 @operator("apply_matching")

@@ -29,7 +29,7 @@ from espformer.ops.esp.triton.normalise import (
     row_scales,
     row_scales_backward,
 )
-from espformer.ops.esp.triton.sort import point_gradients, sort_points
+from espformer.ops.esp.triton.points import point_gradients, sort_points
 
 Group = tuple[slice, slice]  # some heads, and some of their slices
 
