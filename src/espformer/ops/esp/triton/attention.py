@@ -7,8 +7,8 @@ its backward, and what they consist of are plain functions:
     sort_side  →  Plan  →  slice weights: centre_rows, norm_costs, cross_plans  →  apply_plans.
 
 The torch twin is :func:`espformer.ops.esp.linear.attend`. Queries and keys of one shape, dtype and
-mask are one side of twice as many heads (`plan.py`), and all but the plans takes one launch for
-both.
+mask are one side of twice as many heads (`normalise.py`), and all but the plans takes one launch
+for both.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from espformer.ops.esp.triton.costs import (
     norm_costs,
     norm_costs_backward,
 )
-from espformer.ops.esp.triton.normalise import bandwidth_gradient
-from espformer.ops.esp.triton.plan import (
-    Pieces,
-    Plan,
+from espformer.ops.esp.triton.normalise import (
     SortedSide,
     SortSettings,
     Tokens,
+    bandwidth_gradient,
     sort_side,
     sort_side_backward,
 )
+from espformer.ops.esp.triton.pieces import Pieces
 from espformer.ops.esp.triton.points import blocks_of_tokens, masked_lengths
 from espformer.ops.esp.triton.soft_plan import (
+    Plan,
     PlanGradients,
     apply_plans,
     cross_plans,

@@ -36,11 +36,10 @@ import triton.language as tl
 from torch import Tensor
 
 from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2, width_arguments
-from espformer.ops.esp.triton.plan import Plan
 from espformer.ops.esp.triton.primitives import COUNTS, INTERPRETED, LOG2E, exp2
 
 if TYPE_CHECKING:
-    from espformer.ops.esp.triton.soft_plan import PlanGradients
+    from espformer.ops.esp.triton.soft_plan import Plan, PlanGradients
 
 MOST_WIDTH = 16
 LEAST_PAIRS = 4096  # (head, slice) pairs; with fewer the GPU would be idle

@@ -1,6 +1,9 @@
-"""Normalisers of soft sorts: scales that make κ row-stochastic, or doubly stochastic.
+"""Soft sorts: points in rank order, with scales that make κ row-stochastic or doubly stochastic.
 
-The torch twin is :class:`espformer.ops.esp.linear.SoftMixing`.
+The torch twin is :class:`espformer.ops.esp.linear.SoftMixing`. :func:`sort_side` sorts tokens
+(`points.py`) and finds the scales, :func:`sort_side_backward` returns to the tokens. Queries and
+keys of one shape are one *side* of twice as many heads, the keys after the queries, so that every
+kernel is launched once for both.
 
 **Columns.** A column is too thin for the tensor cores, so these kernels scan along the ranks:
 blocks of ranks are scanned in parallel (``tl.associative_scan`` of (decay, sum) pairs), and a carry
@@ -31,7 +34,7 @@ needs -a). It differs from the gradient of the steps by a few 1e-6.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -41,6 +44,7 @@ from torch import Tensor
 from espformer.ops.common.triton import Launch, Shape, once, power_of_2
 from espformer.ops.esp.balancing import chebyshev_exponents
 from espformer.ops.esp.triton import dense_columns
+from espformer.ops.esp.triton.points import point_gradients, sort_points
 from espformer.ops.esp.triton.primitives import (
     exponential_table,
     of_other_side,
@@ -504,3 +508,83 @@ def balanced_scales_backward(
     balance = _balance(points.shape, inv_bandwidth.shape[0], metric, fp32_rows, BACKWARD)
     balance(a, upstream, scales, points, None, inv_bandwidth, y)
     return sorted_slope(a, scales, points, inv_bandwidth, metric, fp32_rows)
+
+
+class Tokens(NamedTuple):
+    """The tokens of one side, or of both if they have one shape, dtype and mask."""
+
+    x: Tensor  # (batch, N, m)
+    y: Tensor | None  # likewise: the keys, if x are the queries
+    mask: Tensor | None  # (batch, N), of either
+    lengths: Tensor | None  # (batch,) int32, if there is a mask
+
+
+class SortedSide(NamedTuple):
+    """Tokens softly sorted on every slice: ``diag(scale) κ``, or ``diag(scale) κ diag(scale)`` if
+    balanced. With two sides, heads are those of the queries, then those of the keys.
+    """
+
+    points: Tensor  # (heads, L, N): sorted; padding repeats the last true one
+    order: Tensor  # (heads, L, N) int32: the token at each rank
+    spread: Tensor | None  # (heads, L), if points are in units of it
+    scale: Tensor  # (heads, L, N); zero at padding
+
+    def halves(self) -> tuple[SortedSide, SortedSide]:
+        """The queries and the keys of two sides, without the spread."""
+        points, order, scale = self.points.chunk(2), self.order.chunk(2), self.scale.chunk(2)
+        return (
+            SortedSide(points[0], order[0], None, scale[0]),
+            SortedSide(points[1], order[1], None, scale[1]),
+        )
+
+
+class SortSettings(NamedTuple):
+    """How tokens are sorted."""
+
+    scale: float  # what tokens are multiplied by
+    in_spreads: bool  # whether points are divided by their spread
+    balanced: bool
+    metric: str
+    fp32_rows: bool
+
+
+def sort_side(
+    tokens: Tokens, slices: Tensor | None, inv_bandwidth: Tensor, settings: SortSettings
+) -> SortedSide:
+    """Sorts and normalises."""
+    scale, in_spreads, balanced, metric, fp32_rows = settings
+    points, order, spread = sort_points(
+        tokens.x, tokens.y, slices, tokens.mask, tokens.lengths, scale, in_spreads
+    )
+    scales = balanced_scales if balanced else row_scales
+    found = scales(points, tokens.lengths, inv_bandwidth, metric, fp32_rows)
+    return SortedSide(points, order, spread, found)
+
+
+def sort_side_backward(
+    d_points: Tensor, d_scale: Tensor | None, d_mid_scale: Tensor | None, side: SortedSide,
+    tokens: Tokens, slices: Tensor | None, inv_bandwidth: Tensor, settings: SortSettings,
+    with_slices: bool, with_inv_bandwidth: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of x, of y, of the slices and of `inv_bandwidth`; None if there is no such.
+
+    Two sides may have the gradient of the product of their scales, `d_mid_scale`.
+    """
+    arguments = side.scale, side.points, inv_bandwidth, settings.metric, settings.fp32_rows
+    if not settings.balanced:
+        slope = row_scales_backward(d_scale, *arguments, d_mid_scale)
+    else:
+        if d_mid_scale is not None:
+            others = side.scale.view(2, *d_mid_scale.shape).flip(0)
+            of_mid = (others * d_mid_scale).view(side.scale.shape)
+            d_scale = of_mid if d_scale is None else of_mid.add_(d_scale)
+        assert d_scale is not None
+        slope = balanced_scales_backward(d_scale, *arguments)
+    d_inv_bandwidth = None
+    if with_inv_bandwidth:
+        d_inv_bandwidth = bandwidth_gradient(slope, side.points, inv_bandwidth)
+    dx, dy, d_slices = point_gradients(
+        slope, d_points, side.points, side.order, side.spread, tokens.x, tokens.y, slices,
+        tokens.lengths, settings.scale, with_slices,
+    )  # fmt: skip
+    return dx, dy, d_slices, d_inv_bandwidth

@@ -31,7 +31,7 @@ Slices are processed in groups, so that their states stay below `SCRATCH_BYTES`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -41,7 +41,6 @@ from torch import Tensor
 from espformer.ops.common.triton import Launch, Shape, once
 from espformer.ops.esp.triton import narrow_plan
 from espformer.ops.esp.triton.narrow_plan import NarrowPlanKernels
-from espformer.ops.esp.triton.plan import Group, Plan
 from espformer.ops.esp.triton.primitives import (
     COUNTS,
     add_rows,
@@ -66,9 +65,50 @@ from espformer.ops.esp.triton.primitives import (
 from espformer.ops.esp.triton.states import Chunks, chunk_states
 
 States = tuple[Tensor | None, Tensor | None]  # of x for κ_k, and of W for κ_q
+Group = tuple[slice, slice]  # some heads, and some of their slices
 
 # More would not fit in the L2 cache, fewer would need more launches.
 SCRATCH_BYTES = {"absolute": 80 << 20, "squared": 160 << 20}
+
+
+class Plan(NamedTuple):
+    """The plan of every slice, from keys to queries, by rank:
+
+    ``diag(query_scale) κ_q diag(mid_scale) κ_k diag(key_scale)``; rank n of the queries is matched
+    with rank n of the keys.
+    """
+
+    query_points: Tensor  # (batch, L, ranks), as all that follows
+    key_points: Tensor
+    query_order: Tensor  # int32: the token of each rank
+    key_order: Tensor
+    inv_bandwidth: Tensor  # (batch,)
+    mid_scale: Tensor
+    key_scale: Tensor | None  # None where it is one
+    query_scale: Tensor | None
+    metric: str
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All fields but the metric."""
+        return self[:-1]
+
+    def transposed(self) -> Plan:
+        """The same plan from queries to keys."""
+        return Plan(
+            self.key_points, self.query_points, self.key_order, self.query_order,
+            self.inv_bandwidth, self.mid_scale, self.query_scale, self.key_scale, self.metric,
+        )  # fmt: skip
+
+    def part(self, group: Group | None) -> Plan:
+        """The plans of some slices of some heads."""
+        if group is None:
+            return self
+        flat: tuple[Any, ...] = (*(_part(x, group) for x in self.tensors()), self.metric)
+        return Plan(*flat)
+
+
+def _part(x: Tensor | None, group: Group) -> Tensor | None:
+    return x if x is None else x[group[0]] if x.dim() == 1 else x[group]
 
 
 @triton.jit

@@ -20,7 +20,7 @@ import cmath
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -28,7 +28,6 @@ import triton.language as tl
 from torch import Tensor
 
 from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2, width_arguments
-from espformer.ops.esp.triton.plan import Plan
 from espformer.ops.esp.triton.primitives import (
     COUNTS,
     INTERPRETED,
@@ -50,6 +49,9 @@ from espformer.ops.esp.triton.primitives import (
     table_entry,
     to_wide_range,
 )
+
+if TYPE_CHECKING:
+    from espformer.ops.esp.triton.soft_plan import Plan
 
 # Ranks per chunk for 16-bit and for 32-bit rows (32-bit rows are split in three parts, which takes
 # registers).
