@@ -47,6 +47,7 @@ from espformer.ops.esp.triton import dense_columns
 from espformer.ops.esp.triton.points import point_gradients, sort_points
 from espformer.ops.esp.triton.primitives import (
     exponential_table,
+    moved,
     of_other_side,
     operands,
     rotation,
@@ -325,15 +326,11 @@ def column_kernel(
     other_ptr = y_ptr
     if mid_ptr is not None:
         other_ptr = of_other_side(y_ptr, pair, N, HEADS * L)
-        mid_ptr += pair % (HEADS * L) * N
-    if x_ptr is not None:
-        x_ptr += pair * N
-    if y_ptr is not None:
-        y_ptr += pair * N
-    if p_ptr is not None:
-        p_ptr += pair * N
-    if slope_ptr is not None:
-        slope_ptr += pair * N
+    mid_ptr = moved(mid_ptr, pair % (HEADS * L) * N)
+    x_ptr = moved(x_ptr, pair * N)
+    y_ptr = moved(y_ptr, pair * N)
+    p_ptr = moved(p_ptr, pair * N)
+    slope_ptr = moved(slope_ptr, pair * N)
     inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
     scan_column(
         points_ptr + pair * N, x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, slope_ptr, length,
@@ -455,9 +452,8 @@ def balance_kernel(
     points_ptr += pair * N
     z_ptr += pair * N
     y_ptr += pair * N
-    if upstream_ptr is not None:
-        upstream_ptr += pair * N
-        scale_ptr += pair * N
+    upstream_ptr = moved(upstream_ptr, pair * N)
+    scale_ptr = moved(scale_ptr, pair * N)
     for start in range(0, N, BLOCK):
         n = start + tl.arange(0, BLOCK)
         z = tl.where(n < length, 1.0, 0.0)

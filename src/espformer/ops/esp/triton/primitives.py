@@ -232,6 +232,12 @@ def rotation(angle, ACCURATE: tl.constexpr):
 
 
 @triton.jit
+def moved(ptr, offset):
+    """A pointer moved on by so many numbers; None, where there is nothing to read, stays None."""
+    return ptr if ptr is None else ptr + offset
+
+
+@triton.jit
 def program_rows(N, BLOCKS, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """The head, tokens and columns of a program that processes a block of rows, and the valid
     columns.

@@ -54,6 +54,7 @@ from espformer.ops.esp.triton.primitives import (
     load_rows,
     load_side,
     load_states,
+    moved,
     point_at,
     program_chunk,
     read_coefficients,
@@ -165,17 +166,13 @@ def apply_kernel(
     n = begin + tl.arange(0, C)
     ranks = pair * N
     x_ptr += head * KEYS * WIDTH
-    if key_scale_ptr is not None:
-        key_scale_ptr += ranks
-    if query_scale_ptr is not None:
-        query_scale_ptr += ranks
-    if ROWS > 0:
-        x_states_ptr += pair * CHUNKS * ROWS * WIDTH
-        w_states_ptr += pair * CHUNKS * ROWS * WIDTH
-    if g_ptr is not None:
-        g_ptr += head * QUERIES * WIDTH
-        if ROWS > 0:
-            g_states_ptr += pair * CHUNKS * ROWS * WIDTH
+    key_scale_ptr = moved(key_scale_ptr, ranks)
+    query_scale_ptr = moved(query_scale_ptr, ranks)
+    states = pair * CHUNKS * ROWS * WIDTH
+    x_states_ptr = moved(x_states_ptr, states)
+    w_states_ptr = moved(w_states_ptr, states)
+    g_ptr = moved(g_ptr, head * QUERIES * WIDTH)
+    g_states_ptr = moved(g_states_ptr, states)
     # All loads come first: the compiler does not move loads across tensor core products.
     k_tokens, k_points, k_first, k_last = load_side(
         key_points_ptr + ranks, key_order_ptr + ranks, begin, N, C, EVEN
@@ -299,13 +296,11 @@ def cross_kernel(
     ranks = pair * N
     x_ptr += head * KEYS * WIDTH
     g_ptr += head * QUERIES * WIDTH
-    if key_scale_ptr is not None:
-        key_scale_ptr += ranks
-    if query_scale_ptr is not None:
-        query_scale_ptr += ranks
-    if ROWS > 0:
-        x_states_ptr += pair * CHUNKS * ROWS * WIDTH
-        g_states_ptr += pair * CHUNKS * ROWS * WIDTH
+    key_scale_ptr = moved(key_scale_ptr, ranks)
+    query_scale_ptr = moved(query_scale_ptr, ranks)
+    states = pair * CHUNKS * ROWS * WIDTH
+    x_states_ptr = moved(x_states_ptr, states)
+    g_states_ptr = moved(g_states_ptr, states)
     k_tokens, k_points, k_first, k_last = load_side(
         key_points_ptr + ranks, key_order_ptr + ranks, begin, N, C, EVEN
     )

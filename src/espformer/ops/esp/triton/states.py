@@ -41,6 +41,7 @@ from espformer.ops.esp.triton.primitives import (
     load_rows,
     load_side,
     load_states,
+    moved,
     point_at,
     product,
     program_chunk,
@@ -125,8 +126,7 @@ def sums_kernel(
     n = begin + tl.arange(0, C)
     ranks = pair * N
     x_ptr += head * TOKENS * WIDTH
-    if scale_ptr is not None:
-        scale_ptr += ranks
+    scale_ptr = moved(scale_ptr, ranks)
     inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
     fp32_rows: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     tokens, points, first, last = load_side(
@@ -167,9 +167,8 @@ def sums_kernel(
         if together:
             into += through
     states_ptr += pair * CHUNKS * ROWS * WIDTH
-    if THROUGH:
-        next_states_ptr += pair * CHUNKS * ROWS * WIDTH
-    else:
+    next_states_ptr = moved(next_states_ptr, pair * CHUNKS * ROWS * WIDTH)
+    if not THROUGH:
         through = into
         x = load_rows(x_ptr, scale_ptr, tokens, n, N, tl.arange(0, BLOCK_D), WIDTH, EVEN)
     store_sums(
