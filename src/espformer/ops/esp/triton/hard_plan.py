@@ -22,7 +22,7 @@ from espformer.ops.common.autograd import refuse_double_backward
 from espformer.ops.common.custom_op import operator
 from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2, width_arguments
 from espformer.ops.esp.problem import Problem
-from espformer.ops.esp.triton.points import Sides, masked_lengths, pack_tokens, rank_points
+from espformer.ops.esp.triton.points import Packing, masked_lengths, pack_tokens, rank_points
 from espformer.ops.esp.triton.primitives import program_rows
 from espformer.ops.esp.triton.sort import (
     any_infinite,
@@ -46,16 +46,16 @@ FEW_ROWS = 32
 FEWEST_PROGRAMS = 128
 
 
-@triton.jit(do_not_specialize=("ROWS",))
+@triton.jit(do_not_specialize=("PAIRS",))
 def match_kernel(
     bits_ptr,  # (2, B, L, BLOCK), halves of words: queries, then keys
     out_ptr,  # (B, L, N) int32
     weight_ptr,  # (B, L) float32
-    N, ROWS, weight, BITS: tl.constexpr, INFINITY: tl.constexpr, BLOCK: tl.constexpr,
+    N, PAIRS, weight, BITS: tl.constexpr, INFINITY: tl.constexpr, BLOCK: tl.constexpr,
     VECTOR: tl.constexpr, VECTORS: tl.constexpr, DIMS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Sorts a row of queries and one of keys: ``out[token of a query] = key of the same rank``."""
-    row = tl.program_id(0).to(tl.int64)
+    pair = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
     bad = False
     keys = make_words(tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32), BITS)
@@ -63,21 +63,21 @@ def match_kernel(
         tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32), BITS
     )  # not `keys`: the compiler would not see it change below
     for side in range(2):  # a loop, so that the code of the sort is compiled once
-        word = make_words(tl.load(bits_ptr + (side * ROWS + row) * BLOCK + n), n, BITS)
+        word = make_words(tl.load(bits_ptr + (side * PAIRS + pair) * BLOCK + n), n, BITS)
         bad |= any_infinite(word, BITS, INFINITY)
         queries = keys
         keys = sort_words(word, BLOCK, VECTOR, VECTORS, DIMS, HELD)
     query = word_index(queries, BITS)
-    tl.store(out_ptr + row * N + query, word_index(keys, BITS), mask=query < N)
-    tl.store(weight_ptr + row, tl.where(bad, float("nan"), weight))
+    tl.store(out_ptr + pair * N + query, word_index(keys, BITS), mask=query < N)
+    tl.store(weight_ptr + pair, tl.where(bad, float("nan"), weight))
 
 
-@triton.jit(do_not_specialize=("ROWS", "BLOCKS"))
+@triton.jit(do_not_specialize=("PAIRS", "BLOCKS"))
 def match_runs_kernel(
     words_ptr,  # (2, B, L, N) words, in sorted runs of LENGTH
     out_ptr,  # (B, L, N) int32
     weight_ptr,  # (B, L) float32
-    N, LENGTH, ROWS, BLOCKS, BITS: tl.constexpr, INFINITY: tl.constexpr, BLOCK: tl.constexpr,
+    N, LENGTH, PAIRS, BLOCKS, BITS: tl.constexpr, INFINITY: tl.constexpr, BLOCK: tl.constexpr,
     DIMS: tl.constexpr,
 ):  # fmt: skip
     """`match_kernel` for rows of one or two sorted runs: those of all queries, then of all keys.
@@ -85,35 +85,35 @@ def match_runs_kernel(
     The weight becomes NaN if the row contains NaN. The order of programs is that of
     `compose_kernel`.
     """
-    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    pair = (tl.program_id(0) // BLOCKS).to(tl.int64)
     start = tl.program_id(0) % BLOCKS * BLOCK
     n = start + tl.arange(0, BLOCK)
-    queries = merged(words_ptr + row * N, start, N, LENGTH, BLOCK, DIMS)
-    keys = merged(words_ptr + (ROWS + row) * N, start, N, LENGTH, BLOCK, DIMS)
+    queries = merged(words_ptr + pair * N, start, N, LENGTH, BLOCK, DIMS)
+    keys = merged(words_ptr + (PAIRS + pair) * N, start, N, LENGTH, BLOCK, DIMS)
     query = word_index(queries, BITS)
-    tl.store(out_ptr + row * N + query, word_index(keys, BITS), mask=n < N)
+    tl.store(out_ptr + pair * N + query, word_index(keys, BITS), mask=n < N)
     if any_infinite(queries, BITS, INFINITY) | any_infinite(keys, BITS, INFINITY):
-        tl.store(weight_ptr + row, float("nan"))
+        tl.store(weight_ptr + pair, float("nan"))
 
 
 @once
-def _match_launch(shape: Sides) -> Launch:
+def _match_launch(packing: Packing) -> Launch:
     """Sorts both sides and matches them; rows are as long as one program sorts."""
-    words, rows, tokens = shape.words, shape.rows, shape.shape[1]
+    words, pairs, tokens = packing.words, packing.pairs, packing.shape[1]
     return Launch(
-        match_kernel, (rows,), N=tokens, ROWS=rows, weight=1 / shape.count, **words.arguments,
-        **sort_config(tokens),
+        match_kernel, (pairs,), N=tokens, PAIRS=pairs, weight=1 / packing.count,
+        **words.arguments, **sort_config(tokens),
     )  # fmt: skip
 
 
 @once
-def _match_runs_launch(shape: Sides, length: int) -> Launch:
+def _match_runs_launch(packing: Packing, length: int) -> Launch:
     """Matches both sides, whose rows are sorted in runs of `length`."""
-    words, rows, tokens = shape.words, shape.rows, shape.shape[1]
+    words, pairs, tokens = packing.words, packing.pairs, packing.shape[1]
     config = merge_config()
     blocks = ceil_div(tokens, config["BLOCK"])
     return Launch(
-        match_runs_kernel, (rows * blocks,), N=tokens, LENGTH=length, ROWS=rows, BLOCKS=blocks,
+        match_runs_kernel, (pairs * blocks,), N=tokens, LENGTH=length, PAIRS=pairs, BLOCKS=blocks,
         **words.arguments, **config,
     )  # fmt: skip
 
@@ -128,16 +128,16 @@ def match_points(
     over the number of slices, but NaN where the slice of the queries or the keys holds NaN or an
     infinity. Padded tokens are the same on both sides and are matched with each other.
     """
-    shape, packed = pack_tokens(query, key, slices, mask, scale)
-    rows = query.shape[0], shape.count, query.shape[1]
-    matches = torch.empty(rows, device=query.device, dtype=torch.int32)
-    weights = torch.empty(rows[:2], device=query.device, dtype=torch.float32)
-    if shape.at_once:
-        _match_launch(shape)(packed, matches, weights)
+    packing, packed = pack_tokens(query, key, slices, mask, scale)
+    shape = query.shape[0], packing.count, query.shape[1]
+    matches = torch.empty(shape, device=query.device, dtype=torch.int32)
+    weights = torch.empty(shape[:2], device=query.device, dtype=torch.float32)
+    if packing.at_once:
+        _match_launch(packing)(packed, matches, weights)
     else:
-        weights.fill_(1 / shape.count)
+        weights.fill_(1 / packing.count)
         packed, length = sort_rows(packed, runs=2)
-        _match_runs_launch(shape, length)(packed, matches, weights)
+        _match_runs_launch(packing, length)(packed, matches, weights)
     return matches, weights
 
 
@@ -194,6 +194,12 @@ def _(order: Tensor, to: Tensor | None) -> Tensor:
     return order.new_empty(order.shape)
 
 
+@triton.jit
+def matched_rows(x_ptr, j, d, WIDTH, mask):
+    """Rows of the tokens j, (tokens, columns), in float32."""
+    return tl.load(x_ptr + (j[:, None] * WIDTH + d[None, :]), mask=mask, other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=("L", "BLOCKS", "D8"))
 def gather_kernel(
     x_ptr,  # (B, N, WIDTH)
@@ -210,9 +216,7 @@ def gather_kernel(
     x_ptr += head * N * WIDTH
     j = tl.load(index_ptr + i, mask=i < N, other=0)
     for slice in range(L):
-        x = tl.load(x_ptr + (j[:, None] * WIDTH + d[None, :]), mask=columns, other=0.0).to(
-            tl.float32
-        )
+        x = matched_rows(x_ptr, j, d, WIDTH, columns)
         index_ptr += N
         # Load the index one slice ahead: the address of a row depends on it.
         j = tl.load(index_ptr + i, mask=(i < N) & (slice + 1 < L), other=0)
@@ -248,9 +252,7 @@ def pair_kernel(
     y_ptr += head * N * WIDTH
     j = tl.load(index_ptr + i, mask=i < N, other=0)
     for slice in range(L):
-        y = tl.load(y_ptr + (j[:, None] * WIDTH + d[None, :]), mask=inside, other=0.0).to(
-            tl.float32
-        )
+        y = matched_rows(y_ptr, j, d, WIDTH, inside)
         index_ptr += N
         j = tl.load(index_ptr + i, mask=(i < N) & (slice + 1 < L), other=0)
         if DISTANCE:

@@ -161,15 +161,15 @@ def rank_kernel(
 
     B is HEADS, or twice that: the keys of all heads follow the queries, and have their lengths.
     """
-    row = tl.program_id(0).to(tl.int64)
+    pair = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
-    word = make_words(tl.load(bits_ptr + row * BLOCK + n), n, BITS)
+    word = make_words(tl.load(bits_ptr + pair * BLOCK + n), n, BITS)
     bad = any_infinite(word, BITS, INFINITY)
     word = sort_words(word, BLOCK, VECTOR, VECTORS, DIMS, HELD)
-    tl.store(order_ptr + row * N + n, word_index(word, BITS), mask=n < N)
+    tl.store(order_ptr + pair * N + n, word_index(word, BITS), mask=n < N)
     length = N
     if MASKED:
-        length = tl.load(lengths_ptr + row // L % HEADS)
+        length = tl.load(lengths_ptr + pair // L % HEADS)
         last = tl.maximum(length - 1, 0)
         end = tl.max(tl.where(n == last, word, -last_word(word.dtype)), 0)
         word = tl.where(n < last, word, end)
@@ -181,9 +181,9 @@ def rank_kernel(
         share = tl.where(here, x / size, 0.0)
         centred = tl.where(here, share - tl.sum(share, 0) / count, 0.0)
         spread = spread_of(tl.sum(centred * centred, 0) / count, size, LEAST_SHARE)
-        tl.store(spread_ptr + row, spread)
+        tl.store(spread_ptr + pair, spread)
         x /= spread
-    tl.store(points_ptr + row * N + n, x, mask=n < N)
+    tl.store(points_ptr + pair * N + n, x, mask=n < N)
 
 
 @triton.jit(do_not_specialize=("L", "HEADS"))
@@ -196,18 +196,18 @@ def unpack_kernel(
     MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sorted words to points and tokens, as `rank_kernel` leaves them without a spread."""
-    row = tl.program_id(0).to(tl.int64)
+    pair = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    word = tl.load(words_ptr + row * N + n, mask=n < N, other=0)
-    tl.store(order_ptr + row * N + n, word_index(word, BITS), mask=n < N)
+    word = tl.load(words_ptr + pair * N + n, mask=n < N, other=0)
+    tl.store(order_ptr + pair * N + n, word_index(word, BITS), mask=n < N)
     length = N
     if MASKED:
-        length = tl.load(lengths_ptr + row // L % HEADS)
+        length = tl.load(lengths_ptr + pair // L % HEADS)
     last = tl.maximum(length - 1, 0)
-    end = tl.load(words_ptr + row * N + last)
-    bad = is_infinite(tl.load(words_ptr + row * N), end, BITS, INFINITY)
+    end = tl.load(words_ptr + pair * N + last)
+    bad = is_infinite(tl.load(words_ptr + pair * N), end, BITS, INFINITY)
     x = decode_points(tl.where(n < last, word, end), bad, length, scale, BITS, POINT)
-    tl.store(points_ptr + row * N + n, x, mask=n < N)
+    tl.store(points_ptr + pair * N + n, x, mask=n < N)
 
 
 @triton.jit
@@ -354,12 +354,12 @@ def slices_at_once(count: int) -> int:
     return min(8, power_of_2(count))
 
 
-@dataclass(frozen=True)
-class Sides:
-    """The shape of what is sorted: one or two tensors of tokens on some slices."""
+@dataclass(frozen=True, eq=False)  # one object for every shape: the key of what is made of it
+class Packing:
+    """How tokens of a shape become words, and the launches that pack and rank them."""
 
-    sides: int
-    shape: Shape  # (batch, N, m) of tokens
+    sides: int  # one tensor of tokens, or two
+    shape: Shape  # (batch, N, m) of each
     dtype: torch.dtype
     slices: Shape | None  # (batch or 1, L, m); None means the axes
     masked: bool
@@ -367,12 +367,12 @@ class Sides:
 
     @functools.cached_property
     def count(self) -> int:
-        """Slices."""
+        """How many slices there are."""
         return self.shape[-1] if self.slices is None else self.slices[-2]
 
     @functools.cached_property
-    def rows(self) -> int:
-        """Rows of points of one side."""
+    def pairs(self) -> int:
+        """The number of (head, slice) pairs of one side: rows of words."""
         return self.shape[0] * self.count
 
     @functools.cached_property
@@ -382,11 +382,12 @@ class Sides:
 
     @functools.cached_property
     def words(self) -> Words:
+        """The format of the words."""
         return Words.of(self.dtype, self.shape[1], self.slices is not None, self.scale)
 
     @functools.cached_property
     def at_once(self) -> bool:
-        """Whether one program sorts a row."""
+        """Whether one program sorts a row, so that packed points need not carry their token."""
         return in_one_run(self.shape[1])
 
     @functools.cached_property
@@ -398,7 +399,7 @@ class Sides:
 
     @functools.cached_property
     def pack(self) -> Launch:
-        """Makes every slice sortable integers."""
+        """Makes sortable integers of the points of every slice."""
         (batch, tokens, width), words = self.shape, self.words
         stride = self.packed[0][-1]
         blocks, config = _pack_config(width, stride, self.slices is not None)
@@ -415,38 +416,38 @@ class Sides:
 
     @functools.cached_property
     def rank(self) -> Launch:
-        """Sorts rows, at once or those that are sorted already, into points and tokens."""
+        """Makes points and tokens by rank, from rows that it sorts or that are sorted already."""
         tokens, words = self.shape[1], self.words
         arguments = {
             "N": tokens, "L": self.count, "HEADS": self.shape[0], "POINT": words.point,
             "scale": words.unpacked_scale, "MASKED": self.masked, **words.arguments,
         }  # fmt: skip
-        rows = self.sides * self.rows
+        pairs = self.sides * self.pairs
         if self.at_once:
             return Launch(
-                rank_kernel, (rows,), LEAST_SIZE=LEAST_SIZE, LEAST_SHARE=LEAST_SHARE,
+                rank_kernel, (pairs,), LEAST_SIZE=LEAST_SIZE, LEAST_SHARE=LEAST_SHARE,
                 **arguments, **sort_config(tokens),
             )  # fmt: skip
-        grid = rows, ceil_div(tokens, 1024)
+        grid = pairs, ceil_div(tokens, 1024)
         return Launch(unpack_kernel, grid, **arguments, BLOCK=1024)
 
 
-_sides = once(Sides)
+_packing = once(Packing)
 
 
 def pack_tokens(
     x: Tensor, y: Tensor | None, slices: Tensor | None, mask: Tensor | None, scale: float
-) -> tuple[Sides, Tensor]:
-    """Every slice of one or two (batch, N, m) tensors as sortable integers."""
+) -> tuple[Packing, Tensor]:
+    """The points of one or two (batch, N, m) tensors on every slice as sortable integers."""
     along = None if slices is None else slices.shape
-    shape = _sides(1 if y is None else 2, x.shape, x.dtype, along, mask is not None, scale)
-    packed = torch.empty(shape.packed[0], device=x.device, dtype=shape.packed[1])
+    packing = _packing(1 if y is None else 2, x.shape, x.dtype, along, mask is not None, scale)
+    packed = torch.empty(packing.packed[0], device=x.device, dtype=packing.packed[1])
     flags = None if mask is None else mask.view(torch.uint8)
     if slices is None:
-        shape.pack(x, y, flags, packed)
+        packing.pack(x, y, flags, packed)
     else:
-        shape.pack(x, y, slices, flags, packed)
-    return shape, packed
+        packing.pack(x, y, slices, flags, packed)
+    return packing, packed
 
 
 def _row_launch(kernel: Any, shape: Shape, heads: int, **constants: Any) -> Launch:
@@ -506,15 +507,15 @@ def sort_points(
         last, where the points repeat the last real one; and the spread, (batch, L), or None. A
         slice that holds NaN or an infinity is all NaN.
     """
-    shape, packed = pack_tokens(x, y, slices, mask, scale)
-    points = torch.empty(shape.ranked, device=x.device, dtype=torch.float32)
-    order = torch.empty(shape.ranked, device=x.device, dtype=torch.int32)
-    spread = points.new_empty(shape.ranked[:2]) if in_spreads else None
-    if shape.at_once:
-        shape.rank(packed, lengths, points, order, spread)
+    packing, packed = pack_tokens(x, y, slices, mask, scale)
+    points = torch.empty(packing.ranked, device=x.device, dtype=torch.float32)
+    order = torch.empty(packing.ranked, device=x.device, dtype=torch.int32)
+    spread = points.new_empty(packing.ranked[:2]) if in_spreads else None
+    if packing.at_once:
+        packing.rank(packed, lengths, points, order, spread)
     else:
         packed, _ = sort_rows(packed)
-        shape.rank(packed, lengths, points, order)
+        packing.rank(packed, lengths, points, order)
         if spread is not None:
             _spreads(points.shape, x.shape[0])(points, lengths, spread)
     return points, order, spread
