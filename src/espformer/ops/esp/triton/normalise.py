@@ -46,10 +46,10 @@ from espformer.ops.esp.balancing import chebyshev_exponents
 from espformer.ops.esp.triton import dense_columns
 from espformer.ops.esp.triton.points import point_gradients, sort_points
 from espformer.ops.esp.triton.primitives import (
+    column_operands,
     exponential_table,
     moved,
     of_other_side,
-    operands,
     rotation,
 )
 
@@ -251,25 +251,25 @@ def scan_block(
 
 @triton.jit
 def scan_pole(
-    points_ptr, x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N, pole,
-    REVERSE: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
+    points_ptr, x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N,
+    pole, REVERSE: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scans one pole in one direction. Every scan except the first adds to y, which holds ``κx``.
+    """Scans one pole in one direction, for what :func:`column_kernel` computes.
 
-    With a slope: of ``p · κ'x + x · κ'p`` to the slope instead.
-
-    Without x, x is one up to `length` and zero beyond, and y becomes ``1 / κx``, or zero. For a
-    slope, y is then given, p is its gradient (:func:`operands`), and x is one where y is not zero.
+    The first scan writes the contribution of its pole and direction to y or to the slope, and all
+    others add theirs. Of scales, the last one takes the inverse.
     """
     added = (pole > 0) | REVERSE
     carry = zero_carry(slope_ptr is not None, COMPLEX)
     for step in range(tl.cdiv(N, BLOCK)):
         n = block_ranks(step, N, REVERSE, BLOCK)
         inside = n < N
-        u, x = operands(x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, n, inside, length)
+        u, x = column_operands(x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, n, inside, length)
         m, linked = previous_ranks(n, N, REVERSE)
-        u_before, x_before = operands(x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, m, linked, length)
+        u_before, x_before = column_operands(
+            x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, m, linked, length
+        )
         y, _, u_slope, x_slope, carry = scan_block(
             u_before, x_before, points_ptr, step, N, inv_bandwidth, carry, pole, REVERSE,
             slope_ptr is not None, TABLE, POLES, COMPLEX, BLOCK,
@@ -288,14 +288,14 @@ def scan_pole(
 
 @triton.jit
 def scan_column(
-    points_ptr, x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N,
+    points_ptr, x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N,
     TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Scans every pole in both directions; afterwards y, or the slope, is complete."""
     for reverse in tl.static_range(2):
         for pole in range(POLES):
             scan_pole(
-                points_ptr, x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, slope_ptr, length,
+                points_ptr, x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, slope_ptr, length,
                 inv_bandwidth, N, pole, reverse == 1, TABLE, POLES, COMPLEX, BLOCK,
             )  # fmt: skip
             tl.debug_barrier()  # the next scan reads what this one has written
@@ -305,18 +305,24 @@ def scan_column(
 def column_kernel(
     x_ptr,  # (B, L, N) float32, or None: ones
     p_ptr,  # (B, L, N) float32, for a slope; or None
-    mid_ptr,  # (HEADS, L, N) float32, for a slope; or None
+    d_mid_ptr,  # (HEADS, L, N) float32: of the product of two sides' scales; or None
     points_ptr,  # (B, L, N) float32
-    lengths_ptr,  # (HEADS,) int32, or None
+    lengths_ptr,  # (HEADS,) int32, or None: all N
     inv_bandwidth_ptr,  # (HEADS,) float32
-    y_ptr,  # (B, L, N) float32
-    slope_ptr,  # (B, L, N) float32
+    y_ptr,  # (B, L, N) float32: κx, or scales, which are read for their slope; or None
+    slope_ptr,  # (B, L, N) float32, or None
     N, L, HEADS, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normalisers of one slice, or a slope; :func:`scan_pole` says which.
+    """A product of κ with one column, or the gradient of the points through one, for one slice:
 
-    B is HEADS, or twice that: the keys of all heads follow the queries.
+    - of x alone: ``y = κx``;
+    - of nothing: ``y = 1 / κ1``, the scales that make rows sum to one, with ones up to the length;
+    - of x and p, to the slope: the gradient of ``pᵀ κ x``, which is ``p · κ'x + x · κ'p``;
+    - of scales y and their gradients, to the slope: the gradient through these scales. That of y
+      itself is p, that of the product of both sides' scales is `d_mid`.
+
+    All else is None. B is HEADS, or twice that: the keys of all heads follow the queries.
     """
     pair = tl.program_id(0).to(tl.int64)
     head = pair // L % HEADS
@@ -324,16 +330,16 @@ def column_kernel(
     if lengths_ptr is not None:
         length = tl.load(lengths_ptr + head)
     other_ptr = y_ptr
-    if mid_ptr is not None:
+    if d_mid_ptr is not None:
         other_ptr = of_other_side(y_ptr, pair, N, HEADS * L)
-    mid_ptr = moved(mid_ptr, pair % (HEADS * L) * N)
+    d_mid_ptr = moved(d_mid_ptr, pair % (HEADS * L) * N)
     x_ptr = moved(x_ptr, pair * N)
     y_ptr = moved(y_ptr, pair * N)
     p_ptr = moved(p_ptr, pair * N)
     slope_ptr = moved(slope_ptr, pair * N)
     inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
     scan_column(
-        points_ptr + pair * N, x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, slope_ptr, length,
+        points_ptr + pair * N, x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, slope_ptr, length,
         inv_bandwidth, N, TABLE, POLES, COMPLEX, BLOCK,
     )  # fmt: skip
 
