@@ -363,20 +363,28 @@ class PlanGradients(NamedTuple):
     query_scale: Tensor | None
 
     @staticmethod
-    def new(plan: Plan, ranked: Tensor, weight: bool, inv_bandwidth: bool) -> PlanGradients:
-        """Those by rank in `ranked`, (3 or 5, batch, L, ranks), and others that are requested.
+    def new(
+        plan: Plan, scales: bool, weight: bool, inv_bandwidth: bool
+    ) -> tuple[Tensor, PlanGradients]:
+        """All those by rank as one tensor, (3 or 5, batch, L, ranks), and the buffers in it; with
+        others that are requested.
 
-        In the order of the queries' points, the keys' points, with five the scales of either, and
-        the scale between them.
+        In the order of the queries' points, the keys' points, if requested the `scales` of queries
+        and of keys, and the scale between them.
         """
         like, shape = plan.key_points, plan.key_points.shape[:2]
-        query_points, key_points, *scales, mid_scale = ranked.unbind(0)
-        query_scale, key_scale = scales or (None, None)
-        return PlanGradients(
+        ranked = like.new_empty(5 if scales else 3, *like.shape)
+        query_points, key_points, *of_sides, mid_scale = ranked.unbind(0)
+        query_scale, key_scale = of_sides or (None, None)
+        return ranked, PlanGradients(
             like.new_empty(shape) if weight else None,
             like.new_empty(shape) if inv_bandwidth else None,
             query_points, key_points, mid_scale, key_scale, query_scale,
         )  # fmt: skip
+
+    def summed_inv_bandwidth(self) -> Tensor | None:
+        """The gradient of the inverse bandwidth over all slices, (batch,)."""
+        return None if self.inv_bandwidth is None else self.inv_bandwidth.sum(-1)
 
     def part(self, group: Group | None) -> PlanGradients:
         """The buffers of some slices of some heads."""
