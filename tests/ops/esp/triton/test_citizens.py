@@ -47,7 +47,11 @@ ATTENTIONS = {
         "keys": 7, "one_to_one": False, "one_mask": False, "inverse_temperature": 0.5,
         "cost_exponent": 1.0,
     },
+    "half precision": {"dtype": torch.float16},
+    "gradient of the values": {"needed": ("value",), "dtype": torch.float16},
+    "gradients of keys and logits": {"needed": ("key", "slice_logits"), "inverse_temperature": 0.5},
 }  # fmt: skip
+OPERANDS = "query", "key", "value", "slices", "slice_logits", "inv_bandwidth"
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
@@ -62,13 +66,18 @@ def test_soft_attention(name: str) -> None:
     masks = torch.tensor([[True] * 4 + [False] * 2], device=DEVICE), key_mask, None
     if options["one_to_one"] and not options["one_mask"]:
         masks = key_mask.to(DEVICE), key_mask.to(DEVICE), None
-    operands = numbers(1, 6, 4), numbers(1, keys, 4), numbers(1, keys, 4), numbers(1, 3, 4)
-    logits, width = numbers(1, 3), torch.full((1,), 5.0, device=DEVICE)
-    leaves = [x.requires_grad_() for x in (*operands, logits, width)]
-    arguments = (*leaves, *masks, *(options[name] for name in attention.Settings._fields))
+    dtype = options.pop("dtype", torch.float32)
+    query, key = numbers(1, 6, 4).to(dtype), numbers(1, keys, 4).to(dtype)
+    value = numbers(1, keys, 4).to(dtype)
+    inv_bandwidth = torch.full((1,), 5.0, device=DEVICE)
+    operands = query, key, value, numbers(1, 3, 4), numbers(1, 3), inv_bandwidth
+    needed = options.pop("needed", OPERANDS)
+    leaves = [x.requires_grad_() for x, of in zip(operands, OPERANDS, strict=True) if of in needed]
+    arguments = (*operands, *masks, *(options[name] for name in attention.Settings._fields))
     operator = attention.soft_attention.custom
     torch.library.opcheck(operator, arguments, test_utils=CHECKS)
-    torch.library.opcheck(operator, strided(arguments), test_utils=CHECKS)
+    if dtype == torch.float32 and needed == OPERANDS:
+        torch.library.opcheck(operator, strided(arguments), test_utils=CHECKS)
     found = operator(*arguments)[0]
     expected = attention.soft_attention(*arguments)
     assert torch.equal(found, expected)
