@@ -69,9 +69,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from espformer.ops.common.autograd import refuse_double_backward, without_autocast
-from espformer.ops.common.custom_op import operator
 from espformer.ops.common.masks import zero_padding
+from espformer.ops.common.operators import operator, refuse_double_backward, without_autocast
 from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2
 
 __all__ = ["output", "sinkhorn_backward", "sinkhorn_forward", "supported"]

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from espformer.ops.common.autograd import refuse_double_backward
-from espformer.ops.common.custom_op import operator
 from espformer.ops.common.masks import zero_padding
+from espformer.ops.common.operators import operator, refuse_double_backward
 from espformer.ops.common.torch_internals import softmax_backward
 from espformer.ops.esp import linear
 from espformer.ops.esp.coupling import Coupling, couple

@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from espformer.ops.common.autograd import refuse_double_backward
-from espformer.ops.common.custom_op import operator
+from espformer.ops.common.operators import operator, refuse_double_backward
 from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2, width_arguments
 from espformer.ops.esp.problem import Problem
 from espformer.ops.esp.triton.points import Packing, masked_lengths, pack_tokens, rank_points

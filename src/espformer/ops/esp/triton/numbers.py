@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espformer.ops.common.autograd import refuse_double_backward
-from espformer.ops.common.custom_op import operator
+from espformer.ops.common.operators import operator, refuse_double_backward
 from espformer.ops.esp.triton.normalise import (
     bandwidth_gradient,
     columns,

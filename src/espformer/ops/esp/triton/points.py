@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from espformer.ops.common.custom_op import operator
+from espformer.ops.common.operators import operator
 from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2, width_arguments
 from espformer.ops.esp.triton.primitives import load_one_of_two, moved, store_one_of_two
 from espformer.ops.esp.triton.sort import (
