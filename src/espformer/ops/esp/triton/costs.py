@@ -48,7 +48,10 @@ def norm_costs_kernel(
     N, L, HEADS, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sum of one slice. B is HEADS, or twice that: the keys of all heads follow the queries."""
+    """``⟨out_scale, κ (in_scale · square)⟩`` of one slice.
+
+    B is HEADS, or twice that: the keys of all heads follow the queries.
+    """
     pair = tl.program_id(0).to(tl.int64)
     inv_bandwidth = tl.load(inv_bandwidth_ptr + pair // L % HEADS)
     at = pair * N
@@ -93,7 +96,7 @@ def norm_costs_grad_kernel(
     N, L, HEADS, ATOMIC: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr,
     COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of one slice."""
+    """All gradients of :func:`norm_costs_kernel`, of one slice."""
     pair = tl.program_id(0).to(tl.int64)
     inv_bandwidth = tl.load(inv_bandwidth_ptr + pair // L % HEADS)
     upstream = tl.load(upstream_ptr + pair % (HEADS * L))

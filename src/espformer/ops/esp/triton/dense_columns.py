@@ -134,7 +134,7 @@ def dense_norm_costs_kernel(
     out_ptr,  # (B, L) float32
     N, L, HEADS, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """``⟨out_scale, κ (in_scale · square)⟩`` of one slice."""
+    """:func:`espformer.ops.esp.triton.costs.norm_costs_kernel`."""
     pair = tl.program_id(0).to(tl.int64)
     at = pair * N
     points_ptr += at
@@ -169,7 +169,7 @@ def dense_norm_costs_grad_kernel(
     N, L, HEADS, ATOMIC: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of one slice."""
+    """:func:`espformer.ops.esp.triton.costs.norm_costs_grad_kernel`."""
     pair = tl.program_id(0).to(tl.int64)
     at = pair * N
     points_ptr += at

@@ -86,11 +86,13 @@ def load_rank(x_ptr, order_ptr, scale_ptr, points_ptr, at: tl.constexpr, inside,
 
 @triton.jit
 def store_row(to, row, mask):
+    """Stores float32 rows in the dtype of the scratch memory."""
     tl.store(to, row.to(to.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def load_row(there, mask):
+    """Rows of the scratch memory in float32."""
     return tl.load(there, mask=mask, other=0.0).to(tl.float32)
 
 

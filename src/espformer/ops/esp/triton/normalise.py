@@ -61,16 +61,19 @@ CROWD = 4096
 
 @triton.jit
 def real_step(a, u, b, v):
+    """Joins two stretches of ranks: their decays are a and b, their sums u and v."""
     return a * b, b * u + v
 
 
 @triton.jit
 def real_steps(a, u, x, b, v, y):
+    """:func:`real_step` for two sums with one decay."""
     return a * b, b * u + v, b * x + y
 
 
 @triton.jit
 def complex_step(a_re, a_im, u_re, u_im, b_re, b_im, v_re, v_im):
+    """:func:`real_step` for a complex pole."""
     return (
         a_re * b_re - a_im * b_im,
         a_re * b_im + a_im * b_re,
@@ -83,6 +86,7 @@ def complex_step(a_re, a_im, u_re, u_im, b_re, b_im, v_re, v_im):
 def complex_steps(
     a_re, a_im, u_re, u_im, x_re, x_im, b_re, b_im, v_re, v_im, y_re, y_im
 ):  # fmt: skip
+    """:func:`real_steps` for a complex pole."""
     return (
         a_re * b_re - a_im * b_im,
         a_re * b_im + a_im * b_re,
@@ -448,7 +452,7 @@ def balance_kernel(
     N, L, HEADS, EXPONENTS: tl.constexpr, STEPS: tl.constexpr, TABLE: tl.constexpr,
     POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All steps of one slice."""
+    """Makes all steps of one slice: to its scales, or to -a, which their gradient needs."""
     pair = tl.program_id(0).to(tl.int64)
     head = pair // L % HEADS
     inv_bandwidth = tl.load(inv_bandwidth_ptr + head)

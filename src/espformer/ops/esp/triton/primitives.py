@@ -26,6 +26,12 @@ Offsets within a head are 32-bit; pointers are moved to the head with 64 bits fi
 Shapes in comments: B heads of all sequences (``batch``), L slices, N ranks, WIDTH columns of a row:
 D where a kernel is compiled for that width, or 8 · D8
 (:func:`espformer.ops.common.triton.width_arguments`).
+
+Constants of kernels on chunks: SPAN ranks make a chunk, of which a program holds C, fewer in a
+short last chunk; it takes BLOCK_D columns at a time. EVEN says that no rank and no column is
+missing, COMPLEX that poles are complex numbers (the squared metric), ATOMIC that all slices add to
+the same rows. A sequence has CHUNKS chunks, of which a launch computes COUNT from START on. TABLE
+is :func:`espformer.ops.esp.triton.states.state_table`.
 """
 
 from __future__ import annotations

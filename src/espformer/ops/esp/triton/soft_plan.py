@@ -170,7 +170,7 @@ def apply_kernel(
     query_scale_ptr,  # (B, L, N) float32, or None: ones
     query_points_ptr,  # (B, L, N) float32
     mid_scale_ptr,  # (B, L, N) float32
-    TABLE: tl.constexpr,  # :func:`espformer.ops.esp.triton.states.state_table`
+    TABLE: tl.constexpr,
     inv_bandwidth_ptr,  # (B,) float32
     weight_ptr,  # (B, L) float32
     # States of x for κ_k and of W for κ_q, if there are several chunks.
@@ -186,8 +186,7 @@ def apply_kernel(
     d_mid_scale_ptr,  # (B, L, N) float32, or None
     totals_ptr,  # (B, L, CHUNKS) float32, or None: ⟨g, plan x⟩ without the weight
     d_inv_bandwidth_ptr,  # (B, L, CHUNKS) float32, or None: what each chunk adds to it
-    # Sizes: ranks, tokens of either side, heads, slices; the chunks of a sequence, and the COUNT of
-    # them from START on that this launch computes; how they are divided (`primitives.py`).
+    # Sizes of the problem and of chunks; `primitives.py` says what they are.
     N, KEYS, QUERIES, HEADS, L, CHUNKS, START, COUNT, D8, D: tl.constexpr, COMPLEX: tl.constexpr,
     STATE_ROWS: tl.constexpr, ATOMIC: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr,
     SPAN: tl.constexpr, C: tl.constexpr,
