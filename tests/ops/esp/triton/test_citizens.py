@@ -91,14 +91,24 @@ def test_soft_attention(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["match", "apply_matching", "cross_matching", "matching_costs", "rank_points", "match_points"],
+    [
+        "compose_with_inverse",
+        "apply_matching",
+        "cross_matching",
+        "matching_costs",
+        "rank_points",
+        "match_points",
+    ],
 )
 def test_hard_operators(name: str) -> None:
     order = numbers(1, 2, 6).argsort(-1).int()
     rows, weight = numbers(1, 6, 4).requires_grad_(), torch.rand(1, 2, device=DEVICE)
     half, slices = numbers(1, 6, 2).bfloat16().requires_grad_(), numbers(1, 3, 2).requires_grad_()
     calls = {
-        "match": (hard_plan.match, (order, order.flip(-1).contiguous())),
+        "compose_with_inverse": (
+            hard_plan.compose_with_inverse,
+            (order, order.flip(-1).contiguous()),
+        ),
         "apply_matching": (hard_plan.apply_matching, (rows, weight, order)),
         "cross_matching": (hard_plan.cross_matching, (rows.detach(), numbers(1, 6, 4), order)),
         "matching_costs": (hard_plan.matching_costs, (rows, numbers(1, 6, 4), order)),

@@ -3,7 +3,7 @@
 The torch twin is :class:`espformer.ops.esp.linear.HardMixing`.
 
 - ``espformer::match_points``: the key that each query is matched with, from their tokens;
-- ``espformer::match``: the same, from two rankings;
+- ``espformer::compose_with_inverse``: the same, from two rankings;
 - ``espformer::apply_matching``: ``Σ_l weight_l V[match_l]``;
 - ``espformer::cross_matching``: ``Σ_i q_i · k[match_l(i)]`` for every slice;
 - ``espformer::matching_costs``: ``Σ_i ‖q_i - k[match_l(i)]‖²`` for every slice.
@@ -175,8 +175,8 @@ def _compose_launch(rows: int, tokens: int) -> Launch:
     return Launch(compose_kernel, (rows * blocks,), N=tokens, BLOCKS=blocks, BLOCK=block)
 
 
-@operator("match")
-def match(order: Tensor, to: Tensor | None) -> Tensor:
+@operator("compose_with_inverse")
+def compose_with_inverse(order: Tensor, to: Tensor | None) -> Tensor:
     """The permutations ``to ∘ order⁻¹`` along the last dimension, in int32; None: the identity.
 
     For two rankings this is the key that each query is matched with, for one the rank of each
@@ -188,7 +188,7 @@ def match(order: Tensor, to: Tensor | None) -> Tensor:
     return out
 
 
-@match.register_fake
+@compose_with_inverse.register_fake
 def _(order: Tensor, to: Tensor | None) -> Tensor:
     return order.new_empty(order.shape)
 
@@ -347,7 +347,9 @@ def _matching_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     value, weight, matches = ctx.saved_tensors
     needs_value, needs_weight, _ = ctx.needs_input_grad
     upstream = grads[0].to(value.dtype)
-    d_value = apply_matching(upstream, weight, match(matches, None)) if needs_value else None
+    d_value = None
+    if needs_value:
+        d_value = apply_matching(upstream, weight, compose_with_inverse(matches, None))
     d_weight = cross_matching(upstream, value, matches) if needs_weight else None
     return d_value, d_weight, None
 
@@ -387,7 +389,7 @@ def _matching_costs_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, .
     d_query = matching_costs_backward(grads[0], query, key, matches) if needs_query else None
     d_key = None
     if needs_key:
-        d_key = matching_costs_backward(grads[0], key, query, match(matches, None))
+        d_key = matching_costs_backward(grads[0], key, query, compose_with_inverse(matches, None))
     return d_query, d_key, None
 
 
@@ -427,4 +429,4 @@ def _matches(problem: Problem) -> tuple[Tensor, Tensor]:
         (q_points, q_order), (k_points, k_order) = ranked
         # NaN if one side holds it.
         weights = (q_points[..., 0] + k_points[..., 0]) * 0 + 1 / q_order.shape[1]
-        return match(q_order, k_order), weights
+        return compose_with_inverse(q_order, k_order), weights
