@@ -2,8 +2,8 @@
 
 The torch twin of κ is :class:`espformer.ops.esp.sorted_kernel.SortedKernel`.
 
-A program works on one chunk of C neighbouring ranks of one (head, slice). Within the chunk the
-kernel is a dense C×C matrix on the tensor cores. What other chunks contribute comes in through
+A program works on one chunk of C neighbouring ranks of one (head, slice). Within the chunk κ
+is a dense C×C matrix on the tensor cores. What other chunks contribute comes in through
 states, a few rows per direction and chunk: with poles p of the table of exponentials,
 
     L_c = Σ_{j before c} exp(-p (first_c - s_j)) x_j,

@@ -1,17 +1,17 @@
-"""States, which carry the contribution of other chunks, for one kernel or for two in a row.
+"""States, which carry the contribution of other chunks, for one κ or for two in a row.
 
 The torch twin is :class:`espformer.ops.esp.sorted_kernel.ChunkStates`. `sums` sums every chunk by
 itself, evaluated at its far end; `scan` carries the sums from chunk to chunk, in place.
 
-**Through one kernel into the next.** The operand of the second kernel of a plan is
+**Through one κ into the next.** The operand of the second κ of a plan is
 ``W = mid_scale · κx``, and its sums are needed before W has been computed. Within a chunk they are
 
     Σ_n in_n W_n = Σ_j [Σ_n κ_nj mid_scale_n in_n] x_j
                    + [Σ_n in_n mid_scale_n out_n] · (states of x),
 
-with `in` the coefficient into a state of the second kernel and `out` the one out of a state of the
+with `in` the coefficient into a state of the second κ and `out` the one out of a state of the
 first. This adds a few rows to the matrix that sums x anyway, and a small matrix of links per chunk.
-So a program reads its rows once for both kernels, and W is never stored.
+So a program reads its rows once for both, and W is never stored.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def store_sums(
     states_ptr, next_states_ptr, chunk, x, into, through, d, WIDTH, COMPLEX: tl.constexpr,
     STATE_ROWS: tl.constexpr, THROUGH: tl.constexpr, TOGETHER: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a block of columns of x, for one kernel or for two (:func:`sums_kernel`)."""
+    """The sums of a block of columns of x, for one κ or for two (:func:`sums_kernel`)."""
     if THROUGH:
         x = to_wide_range(x)
     sums = product(into, x, COMPLEX)
@@ -104,8 +104,8 @@ def sums_kernel(
     x_ptr,  # (B, TOKENS, WIDTH)
     order_ptr,  # (B, L, N) int32: the token of each rank
     scale_ptr,  # (B, L, N) float32, or None: ones
-    points_ptr,  # (B, L, N) float32, of the kernel that sums x
-    next_points_ptr,  # (B, L, N) float32, of the one after it
+    points_ptr,  # (B, L, N) float32, of the κ that multiplies x
+    next_points_ptr,  # (B, L, N) float32, of the κ after it, if THROUGH
     mid_scale_ptr,  # (B, L, N) float32
     TABLE: tl.constexpr,
     inv_bandwidth_ptr,  # (B,) float32
@@ -119,7 +119,7 @@ def sums_kernel(
     """Sums of the rows x of each chunk, evaluated at its last point (left) and its first point
     (right).
 
-    THROUGH: also the sums of ``mid_scale · κx`` for the kernel of the next points, without the
+    THROUGH: also the sums of ``mid_scale · κx`` for the κ of the next points, without the
     contribution of the states of x. That is added later, through the links.
     """
     WIDTH = D if D > 0 else D8 * 8
@@ -211,7 +211,7 @@ def link_kernel(
     links_ptr,  # (B, L, CHUNKS, STATE_ROWS, STATE_ROWS) float32
     D8, D: tl.constexpr, STATE_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Adds to the sums of every chunk the contribution of the first kernel's states, through the
+    """Adds to the sums of every chunk the contribution of the first κ's states, through the
     links.
     """
     WIDTH = D if D > 0 else D8 * 8
@@ -249,7 +249,7 @@ def scan_kernel(
     TABLE: tl.constexpr,
     inv_bandwidth_ptr,  # (B,) float32
     states_ptr,  # (B, L, CHUNKS, STATE_ROWS, WIDTH)
-    first_states_ptr,  # (B, L, CHUNKS, STATE_ROWS, WIDTH), of the kernel before, if THROUGH
+    first_states_ptr,  # (B, L, CHUNKS, STATE_ROWS, WIDTH), of the κ before, if THROUGH
     links_ptr,  # (B, L, CHUNKS, STATE_ROWS, STATE_ROWS) float32, if THROUGH
     ends_ptr,  # (B, L, 2, SEGMENTS, STATE_ROWS // 2, WIDTH) float32, or None
     N, L, CHUNKS, SEGMENTS, LENGTH, D8, D: tl.constexpr, COMPLEX: tl.constexpr,
