@@ -222,7 +222,7 @@ def test_balanced_long_sequences(metric: str) -> None:
 @pytest.mark.parametrize("tokens", [197, 1000, 70_000])
 def test_ranks_are_those_of_a_stable_sort(tokens: int, dtype: torch.dtype) -> None:
     """Words of 32 bits and of 64; more tokens than 16 bits can number."""
-    from espformer.ops.esp.triton.sort import rank_points
+    from espformer.ops.esp.triton.points import rank_points
 
     x = torch.randn(3, tokens, 5, device="cuda").to(dtype)
     points, order = rank_points(x, None, None, None, 0.5)
@@ -234,7 +234,7 @@ def test_ranks_are_those_of_a_stable_sort(tokens: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("tokens", [197, 1000, 5000])
 def test_projected_points_are_sorted(tokens: int) -> None:
     """Points are those of the order that was found, in float32, and ascend."""
-    from espformer.ops.esp.triton.sort import sort_points
+    from espformer.ops.esp.triton.points import sort_points
 
     x = torch.randn(6, tokens, 64, device="cuda").to(torch.bfloat16)
     slices = torch.nn.functional.normalize(torch.randn(6, 8, 64, device="cuda"), dim=-1)

@@ -18,9 +18,8 @@ from espformer.functional.arguments import (
     runs_kernels,
     under_transforms,
 )
-from espformer.ops.common.autograd import without_autocast
-from espformer.ops.common.custom_op import PLAIN
 from espformer.ops.common.masks import zero_padding
+from espformer.ops.common.operators import PLAIN, without_autocast
 from espformer.ops.common.optional import how_to_install
 from espformer.ops.common.packing import attend_nested, refuse_masks
 from espformer.ops.common.torch_internals import has_dispatch_modes, is_exporting

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from espformer.functional.arguments import flat_temperature, one_of
 from espformer.functional.esp import attend, pick_backend, straight_through
-from espformer.ops.common.autograd import without_autocast
 from espformer.ops.common.masks import zero_padding
+from espformer.ops.common.operators import without_autocast
 from espformer.ops.esp.options import OPTIONS, UNITS, ESPOptions
 from espformer.ops.esp.problem import (
     LEAST_TEMPERATURE,

@@ -59,7 +59,7 @@ class Launch:
 
     Triton launches by itself whenever somebody watches (a profiler's hooks), and in a version that
     is not `KNOWN`. Tensors are contiguous and on the current device: kernels are launched inside of
-    an :func:`espformer.ops.common.custom_op.operator`, which sees to both.
+    an :func:`espformer.ops.common.operators.operator`, which sees to both.
     """
 
     __slots__ = ("arguments", "compiled", "grid", "kernel", "places", "slots", "tensor_names")

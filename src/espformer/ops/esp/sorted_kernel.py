@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espformer.ops.common.autograd import refuse_double_backward
+from espformer.ops.common.operators import refuse_double_backward
 from espformer.ops.esp.exponentials import NEGLIGIBLE, ExponentialSum, decay
 
 CHUNK = 32

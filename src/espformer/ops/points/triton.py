@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from espformer.ops.common.custom_op import operator
+from espformer.ops.common.operators import operator
 from espformer.ops.common.triton import Launch, once, power_of_2
 
 __all__ = ["sample_farthest", "supported"]

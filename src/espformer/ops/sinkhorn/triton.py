@@ -69,9 +69,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from espformer.ops.common.autograd import refuse_double_backward, without_autocast
-from espformer.ops.common.custom_op import operator
 from espformer.ops.common.masks import zero_padding
+from espformer.ops.common.operators import operator, refuse_double_backward, without_autocast
 from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2
 
 __all__ = ["output", "sinkhorn_backward", "sinkhorn_forward", "supported"]
@@ -168,6 +167,17 @@ def load_rows(x_ptr, head, rows, N, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def store_rows(out_ptr, x, head, rows, N, D: tl.constexpr, BLOCK_D: tl.constexpr, factor=None):
+    """A tile with BLOCK_D columns, times the factor, to rows of (heads, N, D), in their dtype."""
+    columns = tl.arange(0, BLOCK_D)
+    pointers = out_ptr + head * N * D + (rows[:, None] * D + columns[None, :])
+    inside = (rows < N)[:, None] & (columns < D)[None, :]
+    if factor is not None:
+        x = x * factor
+    tl.store(pointers, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def program_rows(N, BLOCK: tl.constexpr):
     """The head of this program, in 64 bits because its offset outgrows 32, and its rows."""
     blocks = tl.cdiv(N, BLOCK)
@@ -259,10 +269,7 @@ def output_kernel(
         f = tl.load(f_ptr + head * N + rows, mask=rows < N, other=NO_POTENTIAL)
         factor = tl.exp2(largest + f + tl.load(log_ratio_ptr + head))
     out = tl.where((f <= NO_POTENTIAL / 2)[:, None], 0.0, sums * factor[:, None])
-    columns = tl.arange(0, BLOCK_W)
-    pointers = out_ptr + head * N * WIDTH + (rows[:, None] * WIDTH + columns[None, :])
-    inside = (rows < N)[:, None] & (columns < WIDTH)[None, :]
-    tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=inside)
+    store_rows(out_ptr, out, head, rows, N, WIDTH, BLOCK_W)
 
 
 @triton.jit
@@ -349,11 +356,8 @@ def value_grad_kernel(
         if PULL:
             delta = tl.load(delta_ptr + head * M + columns, mask=columns < M, other=0.0)
             pulled += tl.sum(weights * delta[None, :], 1)
-    columns = tl.arange(0, BLOCK_W)
-    offset, pointers = head * N * WIDTH, rows[:, None] * WIDTH + columns[None, :]
-    inside = (rows < N)[:, None] & (columns < WIDTH)[None, :]
-    v = tl.load(v_ptr + offset + pointers, mask=inside, other=0.0)
-    tl.store(dv_ptr + offset + pointers, sums.to(dv_ptr.dtype.element_ty), mask=inside)
+    v = load_rows(v_ptr, head, rows, N, WIDTH, BLOCK_W)
+    store_rows(dv_ptr, sums, head, rows, N, WIDTH, BLOCK_W)
     tl.store(grad_ptr + head * N + rows, tl.sum(sums * v, 1) - pulled, mask=rows < N)
 
 
@@ -475,10 +479,7 @@ def score_grad_kernel(
                     their_grad = tl.load(their_grads_ptr + right + columns, mask=inside, other=0.0)
                     grad -= weights * their_grad[None, :]
         sums = tl.dot(grad.to(y.dtype), y, sums, input_precision=PRECISION)
-    columns = tl.arange(0, BLOCK_D)
-    pointers = dx_ptr + head * N * D + (rows[:, None] * D + columns[None, :])
-    inside_out = (rows < N)[:, None] & (columns < D)[None, :]
-    tl.store(pointers, (sums * to_tokens).to(dx_ptr.dtype.element_ty), mask=inside_out)
+    store_rows(dx_ptr, sums, head, rows, N, D, BLOCK_D, to_tokens)
 
 
 # Kernels that make the scores in tiles, and the tiles that they take.

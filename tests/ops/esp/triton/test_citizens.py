@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import espformer
-from espformer.ops.esp.triton import attention, hard_plan, sort, states
+from espformer.ops.esp.triton import attention, hard_plan, points, states
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -47,7 +47,11 @@ ATTENTIONS = {
         "keys": 7, "one_to_one": False, "one_mask": False, "inverse_temperature": 0.5,
         "cost_exponent": 1.0,
     },
+    "half precision": {"dtype": torch.float16},
+    "gradient of the values": {"needed": ("value",), "dtype": torch.float16},
+    "gradients of keys and logits": {"needed": ("key", "slice_logits"), "inverse_temperature": 0.5},
 }  # fmt: skip
+OPERANDS = "query", "key", "value", "slices", "slice_logits", "inv_bandwidth"
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
@@ -62,13 +66,18 @@ def test_soft_attention(name: str) -> None:
     masks = torch.tensor([[True] * 4 + [False] * 2], device=DEVICE), key_mask, None
     if options["one_to_one"] and not options["one_mask"]:
         masks = key_mask.to(DEVICE), key_mask.to(DEVICE), None
-    operands = numbers(1, 6, 4), numbers(1, keys, 4), numbers(1, keys, 4), numbers(1, 2, 4)
-    logits, width = numbers(1, 2), torch.full((1,), 5.0, device=DEVICE)
-    leaves = [x.requires_grad_() for x in (*operands, logits, width)]
-    arguments = (*leaves, *masks, *(options[name] for name in attention.Settings._fields))
+    dtype = options.pop("dtype", torch.float32)
+    query, key = numbers(1, 6, 4).to(dtype), numbers(1, keys, 4).to(dtype)
+    value = numbers(1, keys, 4).to(dtype)
+    inv_bandwidth = torch.full((1,), 5.0, device=DEVICE)
+    operands = query, key, value, numbers(1, 2, 4), numbers(1, 2), inv_bandwidth
+    needed = options.pop("needed", OPERANDS)
+    leaves = [x.requires_grad_() for x, of in zip(operands, OPERANDS, strict=True) if of in needed]
+    arguments = (*operands, *masks, *(options[name] for name in attention.Settings._fields))
     operator = attention.soft_attention.custom
     torch.library.opcheck(operator, arguments, test_utils=CHECKS)
-    torch.library.opcheck(operator, strided(arguments), test_utils="test_faketensor")
+    if dtype == torch.float32 and needed == OPERANDS:
+        torch.library.opcheck(operator, strided(arguments), test_utils="test_faketensor")
     found = operator(*arguments)[0]
     expected = attention.soft_attention(*arguments)
     assert torch.equal(found, expected)
@@ -82,19 +91,29 @@ def test_soft_attention(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["match", "apply_matching", "cross_matching", "matching_costs", "rank_points", "match_points"],
+    [
+        "compose_with_inverse",
+        "apply_matching",
+        "cross_matching",
+        "matching_costs",
+        "rank_points",
+        "match_points",
+    ],
 )
 def test_hard_operators(name: str) -> None:
     order = numbers(1, 2, 6).argsort(-1).int()
     rows, weight = numbers(1, 6, 4).requires_grad_(), torch.rand(1, 2, device=DEVICE)
     half, slices = numbers(1, 6, 2).bfloat16().requires_grad_(), numbers(1, 3, 2).requires_grad_()
     calls = {
-        "match": (hard_plan.match, (order, order.flip(-1).contiguous())),
+        "compose_with_inverse": (
+            hard_plan.compose_with_inverse,
+            (order, order.flip(-1).contiguous()),
+        ),
         "apply_matching": (hard_plan.apply_matching, (rows, weight, order)),
         "cross_matching": (hard_plan.cross_matching, (rows.detach(), numbers(1, 6, 4), order)),
         "matching_costs": (hard_plan.matching_costs, (rows, numbers(1, 6, 4), order)),
-        "rank_points": (sort.rank_points, (half, slices, None, None, 0.5)),
-        "match_points": (sort.match_points, (half, half.detach().flip(1), None, None, 0.5)),
+        "rank_points": (points.rank_points, (half, slices, None, None, 0.5)),
+        "match_points": (hard_plan.match_points, (half, half.detach().flip(1), None, None, 0.5)),
     }
     operator, arguments = calls[name]
     torch.library.opcheck(operator.custom, arguments, test_utils=CHECKS)

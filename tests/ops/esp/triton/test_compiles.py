@@ -19,21 +19,22 @@ from espformer.ops.esp.triton.costs import centre_grad_kernel, centre_kernel
 from espformer.ops.esp.triton.costs import norm_costs_grad_kernel, norm_costs_kernel
 from espformer.ops.esp.triton.dense_columns import dense_column_kernel, dense_norm_costs_kernel
 from espformer.ops.esp.triton.dense_columns import dense_norm_costs_grad_kernel
-from espformer.ops.esp.triton.hard_plan import compose_kernel, gather_kernel, pair_kernel
+from espformer.ops.esp.triton.hard_plan import compose_kernel, gather_kernel, match_kernel
+from espformer.ops.esp.triton.hard_plan import match_runs_kernel, pair_kernel
 from espformer.ops.esp.triton.narrow_plan import narrow_apply_kernel, narrow_grad_kernel
 from espformer.ops.esp.triton.normalise import BACKWARD, FORWARD, balance_kernel, column_kernel
-from espformer.ops.esp.triton.sort import back_project_kernel, point_grad_kernel, spread_kernel
+from espformer.ops.esp.triton.points import back_project_kernel, pack_kernel, point_grad_kernel
+from espformer.ops.esp.triton.points import project_kernel, rank_kernel, spread_kernel
+from espformer.ops.esp.triton.points import unpack_kernel
 from espformer.ops.esp.triton.soft_plan import apply_kernel, cross_kernel
-from espformer.ops.esp.triton.sort import match_kernel, match_runs_kernel, merge_runs_kernel
-from espformer.ops.esp.triton.sort import pack_kernel, project_kernel, rank_kernel, sort_config
-from espformer.ops.esp.triton.sort import sort_runs_kernel, unpack_kernel
+from espformer.ops.esp.triton.sort import merge_runs_kernel, sort_config, sort_runs_kernel
 from espformer.ops.esp.triton.states import REGISTERS, link_kernel, scan_kernel, state_table
 from espformer.ops.esp.triton.states import sums_kernel
 import triton.language as tl
 
 INDICES = {"order_ptr", "key_order_ptr", "query_order_ptr", "index_ptr", "from_ptr", "to_ptr"}
 INDICES |= {"words_ptr", "lengths_ptr"}
-SIZES = {"N", "L", "HEADS", "CHUNKS", "START", "COUNT", "D", "BLOCKS", "STRIDE", "ROWS", "TOKENS"}
+SIZES = {"N", "L", "HEADS", "CHUNKS", "START", "COUNT", "D", "BLOCKS", "STRIDE", "TOKENS"}
 SIZES |= {"PAIRS", "KEYS", "QUERIES", "SEGMENTS", "LENGTH", "D8"}
 WARPS = 4
 EVERY_VARIANT = sys.argv[1:] == ["every variant"]
@@ -66,10 +67,10 @@ def build_chunks(table, row, chunk, alone=False, width=64):
     complex_ = table is not ABSOLUTE
     exact = row == "*fp32"
     rows = 4 * len(table.poles) if complex_ else 4
-    base = dict(COMPLEX=complex_, ROWS=rows, BLOCK_D=32, D=width, SPAN=chunk, C=chunk)
+    base = dict(COMPLEX=complex_, STATE_ROWS=rows, BLOCK_D=32, D=width, SPAN=chunk, C=chunk)
     base["TABLE"] = state_table("squared" if complex_ else "absolute", exact)
     if alone:  # one chunk, and no states
-        base |= dict(ROWS=0, x_states_ptr=None, g_states_ptr=None, w_states_ptr=None)
+        base |= dict(STATE_ROWS=0, x_states_ptr=None, g_states_ptr=None, w_states_ptr=None)
     tokens = dict(x_ptr=row, g_ptr=row, warps=max(1, chunk // 16))
     if not (complex_ or exact or alone):
         names = ("", "next_", "first_", "x_", "w_", "g_")
@@ -81,7 +82,7 @@ def build_chunks(table, row, chunk, alone=False, width=64):
     for survey in () if alone else (False, True):
         build(scan_kernel, base | scan | dict(ENDS_ONLY=survey), **tokens | dict(warps=1))
     if complex_ and not alone:
-        build(link_kernel, dict(D=width, ROWS=rows, BLOCK_D=32), warps=1)
+        build(link_kernel, dict(D=width, STATE_ROWS=rows, BLOCK_D=32), warps=1)
     for even in (False, True):
         more = base | dict(EVEN=even, ATOMIC=even)
         more |= dict(key_scale_ptr=None, query_scale_ptr=None) if even else {}
@@ -101,7 +102,7 @@ def build_chunks(table, row, chunk, alone=False, width=64):
 
 
 # As they are launched: whole rows, two states, bounded registers.
-base = dict(COMPLEX=False, ROWS=2, BLOCK_D=64, D=64, SPAN=64, C=64)
+base = dict(COMPLEX=False, STATE_ROWS=2, BLOCK_D=64, D=64, SPAN=64, C=64)
 base |= dict(TABLE=state_table("absolute", False), EVEN=True, ATOMIC=True)
 base |= dict(key_scale_ptr=None, query_scale_ptr=None)
 rows = dict(x_ptr="*bf16", g_ptr="*bf16", x_states_ptr="*bf16", w_states_ptr="*bf16")
@@ -109,7 +110,7 @@ rows |= dict(g_states_ptr="*bf16")
 none = dict(g_ptr=None, g_states_ptr=None, d_points_ptr=None, d_query_scale_ptr=None)
 none |= dict(totals_ptr=None, d_mid_scale_ptr=None, d_inv_bandwidth_ptr=None)
 build(apply_kernel, base | none, registers=REGISTERS["absolute"]["rows"], **rows)
-every = dict(ROWS=4, d_query_scale_ptr=None, totals_ptr=None)
+every = dict(STATE_ROWS=4, d_query_scale_ptr=None, totals_ptr=None)
 build(apply_kernel, base | every, registers=REGISTERS["absolute"]["all"], **rows)
 build(apply_kernel, base | every | dict(d_inv_bandwidth_ptr=None), **rows)
 build(apply_kernel, base | every | dict(C=16, EVEN=False), warps=1, **rows)
@@ -129,8 +130,8 @@ for table in (ABSOLUTE, GAUSSIAN[4]):
     )
     poles = dict(TABLE=numbers, POLES=len(table.poles), COMPLEX=table is not ABSOLUTE)
     poles |= dict(BLOCK=256)
-    build(column_kernel, poles | dict(lengths_ptr=None, y_ptr=None, mid_ptr=None), warps=1)
-    normalisers = dict(x_ptr=None, p_ptr=None, mid_ptr=None, slope_ptr=None)
+    build(column_kernel, poles | dict(lengths_ptr=None, y_ptr=None, d_mid_ptr=None), warps=1)
+    normalisers = dict(x_ptr=None, p_ptr=None, d_mid_ptr=None, slope_ptr=None)
     build(column_kernel, poles | normalisers, warps=1)
     build(column_kernel, poles | dict(x_ptr=None, p_ptr=None), warps=1)
     build(column_kernel, poles | dict(x_ptr=None, lengths_ptr=None), warps=1)
@@ -145,7 +146,7 @@ for table in (ABSOLUTE, GAUSSIAN[4]):
 blocks = dict(BLOCKS=16, BLOCK_M=32, BLOCK_N=16)
 build(dense_column_kernel, blocks | normalisers, warps=1)
 build(dense_column_kernel, blocks | dict(x_ptr=None, p_ptr=None, lengths_ptr=None), warps=1)
-build(dense_column_kernel, blocks | dict(y_ptr=None, mid_ptr=None, lengths_ptr=None), warps=1)
+build(dense_column_kernel, blocks | dict(y_ptr=None, d_mid_ptr=None, lengths_ptr=None), warps=1)
 build(dense_norm_costs_kernel, blocks | dict(in_scale_ptr=None), warps=1)
 build(dense_norm_costs_grad_kernel, blocks | dict(ATOMIC=False), warps=1)
 ones = dict(ATOMIC=True, in_scale_ptr=None, d_in_scale_ptr=None)

@@ -10,8 +10,14 @@ pytest.importorskip("triton")
 
 import espformer
 from espformer.ops.esp.triton import sort
-from espformer.ops.esp.triton.hard_plan import gather_distance, gather_dot, gather_sum, match
-from espformer.ops.esp.triton.sort import masked_lengths, match_points, rank_points
+from espformer.ops.esp.triton.hard_plan import (
+    compose_with_inverse,
+    gather_distance,
+    gather_dot,
+    gather_sum,
+    match_points,
+)
+from espformer.ops.esp.triton.points import masked_lengths, rank_points
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter takes a second for a row of 1000 tokens.
@@ -42,8 +48,8 @@ def test_matches_of_several_blocks() -> None:
     """Permutations longer than a program's block, composed with another or with the identity."""
     order, to = torch.rand(2, 2, 3, 2500, device=DEVICE).argsort(-1).int().unbind()
     inverse = order.argsort(-1)
-    assert torch.equal(match(order, to), to.gather(-1, inverse))
-    assert torch.equal(match(order, None), inverse.int())
+    assert torch.equal(compose_with_inverse(order, to), to.gather(-1, inverse))
+    assert torch.equal(compose_with_inverse(order, None), inverse.int())
 
 
 @pytest.fixture(params=[False, True], ids=["at-once", "in-runs"])

@@ -10,8 +10,7 @@ pytest.importorskip("triton")
 
 from espformer.ops.esp.triton import costs, dense_columns, narrow_plan, normalise, states
 from espformer.ops.esp.triton.narrow_plan import NarrowPlanKernels
-from espformer.ops.esp.triton.plan import Plan
-from espformer.ops.esp.triton.soft_plan import PlanGradients, PlanKernels
+from espformer.ops.esp.triton.soft_plan import Plan, PlanGradients, PlanKernels
 from espformer.ops.esp.triton.states import segment_length
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

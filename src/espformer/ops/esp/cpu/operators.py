@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espformer.ops.common.autograd import refuse_double_backward
-from espformer.ops.common.custom_op import operator
+from espformer.ops.common.operators import operator, refuse_double_backward
 from espformer.ops.esp.balancing import chebyshev_exponents
 from espformer.ops.esp.coupling import couple
 from espformer.ops.esp.cpu import gradients, short_gradients, short_plan, soft_plan

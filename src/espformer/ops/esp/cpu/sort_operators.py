@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espformer.ops.common.autograd import refuse_double_backward
-from espformer.ops.common.custom_op import operator
+from espformer.ops.common.operators import operator, refuse_double_backward
 from espformer.ops.esp.cpu import one_side
 from espformer.ops.esp.cpu.measuring import Unit
 from espformer.ops.esp.cpu.operators import (

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espformer.ops.common.autograd import refuse_double_backward
-from espformer.ops.common.custom_op import operator
+from espformer.ops.common.operators import operator, refuse_double_backward
 from espformer.ops.esp.cpu.compiling import kernel, relaxed, stand_alone
 from espformer.ops.esp.cpu.threads import run, shares
 

@@ -11,7 +11,7 @@ from espformer.ops.esp.options import ESPOptions
 from espformer.ops.esp.problem import LEAST_TEMPERATURE, MOST_TEMPERATURE, near_one
 from espformer.ops.esp.triton.attention import MOST_BLOCKS, attend, plan
 from espformer.ops.esp.triton.numbers import rank_numbers, sort_numbers
-from espformer.ops.esp.triton.sort import blocks_of_tokens
+from espformer.ops.esp.triton.points import blocks_of_tokens
 
 __all__ = ["attend", "mix_numbers", "plan", "takes_numbers"]
 

@@ -7,8 +7,8 @@ its backward, and what they consist of are plain functions:
     sort_side  →  Plan  →  slice weights: centre_rows, norm_costs, cross_plans  →  apply_plans.
 
 The torch twin is :func:`espformer.ops.esp.linear.attend`. Queries and keys of one shape, dtype and
-mask are one side of twice as many heads (`plan.py`), and all but the plans takes one launch for
-both.
+mask are one side of twice as many heads (`normalise.py`), and all but the plans takes one launch
+for both.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from espformer.ops.common.autograd import refuse_double_backward
-from espformer.ops.common.custom_op import operator
 from espformer.ops.common.masks import zero_padding
+from espformer.ops.common.operators import operator, refuse_double_backward
 from espformer.ops.common.torch_internals import softmax_backward
 from espformer.ops.esp import linear
 from espformer.ops.esp.coupling import Coupling, couple
@@ -32,24 +31,24 @@ from espformer.ops.esp.triton.costs import (
     norm_costs,
     norm_costs_backward,
 )
-from espformer.ops.esp.triton.normalise import bandwidth_gradient
-from espformer.ops.esp.triton.plan import (
-    Pieces,
-    Plan,
+from espformer.ops.esp.triton.normalise import (
     SortedSide,
     SortSettings,
     Tokens,
+    bandwidth_gradient,
     sort_side,
     sort_side_backward,
 )
+from espformer.ops.esp.triton.pieces import Pieces
+from espformer.ops.esp.triton.points import blocks_of_tokens, masked_lengths
 from espformer.ops.esp.triton.soft_plan import (
+    Plan,
     PlanGradients,
     apply_plans,
     cross_plans,
     keeps_states,
     plan_gradients,
 )
-from espformer.ops.esp.triton.sort import blocks_of_tokens, masked_lengths
 from espformer.ops.esp.triton.states import Chunks
 
 MOST_WIDTH = 256
@@ -310,57 +309,60 @@ def _(
 def soft_attention_backward(
     upstream: Tensor, needed: list[bool], *arguments: Any
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the six operands; None for those that are not needed."""
+    """Gradients of the six operands; None for those that are not needed.
+
+    The steps of the forward pass, from the last to the first. All gradients of plans by rank are
+    one tensor, `ranked` (:meth:`PlanGradients.new` says in which order).
+    """
     call, kept = Call(*arguments[:-1]), Kept.of(arguments[-1])
     settings, sides = call.settings, kept.sides
     _, _, _, needs_slices, needs_logits, needs_inv_bandwidth = needed
     value, inv_bandwidth = call.value, call.inv_bandwidth
     sorted_sides = tuple(side.sorted() for side in sides)
     plan, (queries, keys), coupling, pieces = call.plan(sorted_sides, kept.mid_scale)
+
+    # Plans, applied to values.
     weighed = kept.costs is not None
-    ranked = inv_bandwidth.new_empty(5 if settings.balanced else 3, *plan.key_points.shape)
-    found = PlanGradients.new(plan, ranked, weighed or needs_logits, needs_inv_bandwidth)
+    ranked, of_plan = PlanGradients.new(
+        plan, settings.balanced, weighed or needs_logits, needs_inv_bandwidth
+    )
     d_value = torch.zeros_like(value, dtype=torch.float32)
     states = None if kept.x_states is None else (kept.x_states, kept.w_states)
     plan_gradients(
-        plan, upstream.to(value.dtype), kept.weights, value, d_value, None, found, states
+        plan, upstream.to(value.dtype), kept.weights, value, d_value, None, of_plan, states
     )
     d_value = d_value.to(value.dtype)
     if not any((*needed[:2], *needed[3:])):
         return None, None, d_value if needed[2] else None, None, None, None
-    d_inv_bandwidth = None if found.inv_bandwidth is None else found.inv_bandwidth.sum(-1)
+    d_inv_bandwidth = of_plan.summed_inv_bandwidth()
 
+    # Slice weights, from costs: of plans between centred rows, and of their squared norms.
     d_logits = d_rows = None
-    of_norms: list[Any] = []
-    if found.weight is not None:
-        d_logits = softmax_backward(found.weight, kept.weights)
+    of_norms: list[NormGradients] = []
+    if of_plan.weight is not None:
+        d_logits = softmax_backward(of_plan.weight, kept.weights)
     if kept.costs is not None and d_logits is not None:
         d_norms = call.per_token(_cost_gradient(d_logits, kept.costs, settings))
-        d_rows, more = _cross_gradients(call, kept, plan, d_norms * -2, needs_inv_bandwidth)
-        ranked += more[0]
-        d_inv_bandwidth = _sum(d_inv_bandwidth, more[1])
+        d_rows, d_ranked, d_inv_crossed = _cross_gradients(
+            call, kept, plan, d_norms * -2, needs_inv_bandwidth
+        )
+        ranked += d_ranked
+        d_inv_bandwidth = _sum(d_inv_bandwidth, d_inv_crossed)
         for i, side in enumerate(sides):
-            norm_arguments, factor = call.norm_arguments(side, i, coupling)
-            d_squares, d_out_scale, d_in_scale, slope = norm_costs_backward(
-                d_norms, *norm_arguments
-            )
-            if factor is not None:
-                d_out_scale = d_out_scale * factor
-            if d_in_scale is not None:
-                d_out_scale += d_in_scale
-            of_norms.append((d_squares, d_out_scale, slope))
+            of_norms.append(_norm_gradients(call, side, i, coupling, d_norms))
             if needs_inv_bandwidth:
-                more_here = bandwidth_gradient(slope, side.points, inv_bandwidth)
-                d_inv_bandwidth = _sum(d_inv_bandwidth, more_here)
+                d_inv_norms = bandwidth_gradient(of_norms[i].points, side.points, inv_bandwidth)
+                d_inv_bandwidth = _sum(d_inv_bandwidth, d_inv_norms)
 
+    # Points and scales of every side, back to its tokens.
     d_tokens: list[Tensor] = []
     d_slices = None
     by_side, d_mid_scale = _by_side(call, ranked, queries, keys, pieces)
     for i in reversed(range(len(sides))):
         d_points, d_scale = by_side[i]
         if of_norms:
-            _, d_norm_scale, slope = of_norms[i]
-            d_points += slope
+            d_points += of_norms[i].points
+            d_norm_scale = of_norms[i].scale
             d_scale = d_norm_scale if d_scale is None else d_norm_scale.add_(d_scale)
         dx, dy, d_slices_here, d_inv_here = sort_side_backward(
             d_points, d_scale, d_mid_scale, sorted_sides[i], call.tokens[i], call.slices,
@@ -369,7 +371,8 @@ def soft_attention_backward(
         if d_rows is not None:
             mask, rows = call.tokens[i].mask, sides[i].rows
             assert rows is not None
-            centre_rows_backward(d_rows[i], of_norms[i][0], rows, mask, settings.scale, dx, dy)
+            d_squares = of_norms[i].squares
+            centre_rows_backward(d_rows[i], d_squares, rows, mask, settings.scale, dx, dy)
         d_tokens = [dx, *d_tokens] if dy is None else [dx, dy]
         d_slices = _sum(d_slices, d_slices_here)
         d_inv_bandwidth = _sum(d_inv_bandwidth, d_inv_here)
@@ -377,8 +380,8 @@ def soft_attention_backward(
         d_logits = None
     elif d_logits is not None and call.slice_logits.shape[0] != d_logits.shape[0]:
         d_logits = d_logits.sum(0, keepdim=True)
-    found_all = *d_tokens, d_value, d_slices, d_logits, d_inv_bandwidth
-    return tuple(x if need else None for x, need in zip(found_all, needed, strict=True))
+    gradients = *d_tokens, d_value, d_slices, d_logits, d_inv_bandwidth
+    return tuple(x if need else None for x, need in zip(gradients, needed, strict=True))
 
 
 @soft_attention_backward.register_fake
@@ -402,25 +405,45 @@ def _cost_gradient(d_logits: Tensor, costs: Tensor, settings: Settings) -> Tenso
 
 def _cross_gradients(
     call: Call, kept: Kept, plan: Plan, weight: Tensor, with_inv_bandwidth: bool
-) -> tuple[list[Tensor], tuple[Tensor, Tensor | None]]:
-    """Gradients of ``Σ_l weight_l ⟨Q, plan_l K⟩``: of centred rows by side, in float32, and of the
-    plan, by rank and of the inverse bandwidth.
+) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    """Gradients of ``Σ_l weight_l ⟨Q, plan_l K⟩``: of centred rows by side, in float32; of the
+    plan, by rank; and of the inverse bandwidth.
     """
     rows = [side.rows for side in kept.sides if side.rows is not None]
     d_rows = [torch.zeros_like(x, dtype=torch.float32) for x in rows]
     (query, key), (d_query, d_key) = call.row_halves(rows), call.row_halves(d_rows)
-    count = 5 if call.settings.balanced else 3
-    ranked = call.inv_bandwidth.new_empty(count, *plan.key_points.shape)
-    found = PlanGradients.new(plan, ranked, weight=False, inv_bandwidth=with_inv_bandwidth)
-    plan_gradients(plan, query, weight, key, d_key, d_query, found)
-    d_inv_bandwidth = None if found.inv_bandwidth is None else found.inv_bandwidth.sum(-1)
-    return d_rows, (ranked, d_inv_bandwidth)
+    ranked, of_plan = PlanGradients.new(
+        plan, call.settings.balanced, weight=False, inv_bandwidth=with_inv_bandwidth
+    )
+    plan_gradients(plan, query, weight, key, d_key, d_query, of_plan)
+    return d_rows, ranked, of_plan.summed_inv_bandwidth()
+
+
+class NormGradients(NamedTuple):
+    """Gradients of a side from the sums of its squared norms."""
+
+    squares: Tensor  # (heads, N), by token
+    scale: Tensor  # (heads, L, N), by rank
+    points: Tensor  # (heads, L, N)
+
+
+def _norm_gradients(
+    call: Call, side: Side, i: int, coupling: Coupling | None, d_norms: Tensor
+) -> NormGradients:
+    """Gradients of the sums of squared norms, (heads, L), of side i."""
+    arguments, factor = call.norm_arguments(side, i, coupling)
+    d_squares, d_out_scale, d_in_scale, d_points = norm_costs_backward(d_norms, *arguments)
+    if factor is not None:
+        d_out_scale = d_out_scale * factor
+    if d_in_scale is not None:
+        d_out_scale += d_in_scale
+    return NormGradients(d_squares, d_out_scale, d_points)
 
 
 def _by_side(
     call: Call, ranked: Tensor, queries: SortedSide, keys: SortedSide, pieces: Pieces | None
 ) -> tuple[list[tuple[Tensor, Tensor | None]], Tensor | None]:
-    """Gradients of the points and of the scales of every side, from those of the plan.
+    """Gradients of the points and of the scales of every side, from those of the plan, `ranked`.
 
     If queries and keys are one side, also that of the product of their scales, which is then not
     part of the others.

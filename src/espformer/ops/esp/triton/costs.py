@@ -48,7 +48,10 @@ def norm_costs_kernel(
     N, L, HEADS, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sum of one slice. B is HEADS, or twice that: the keys of all heads follow the queries."""
+    """``⟨out_scale, κ (in_scale · square)⟩`` of one slice.
+
+    B is HEADS, or twice that: the keys of all heads follow the queries.
+    """
     pair = tl.program_id(0).to(tl.int64)
     inv_bandwidth = tl.load(inv_bandwidth_ptr + pair // L % HEADS)
     at = pair * N
@@ -93,7 +96,7 @@ def norm_costs_grad_kernel(
     N, L, HEADS, ATOMIC: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr,
     COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of one slice."""
+    """All gradients of :func:`norm_costs_kernel`, of one slice."""
     pair = tl.program_id(0).to(tl.int64)
     inv_bandwidth = tl.load(inv_bandwidth_ptr + pair // L % HEADS)
     upstream = tl.load(upstream_ptr + pair % (HEADS * L))
@@ -202,6 +205,18 @@ def norm_costs_backward(
     return d_square if atomic else d_square.sum(1), d_out_scale, d_in_scale, slope
 
 
+@triton.jit
+def program_tokens(N, HEADS, BLOCKS, WIDTH, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The head of this program among those of both sides and among its own side's; its tokens and
+    columns; their offsets within the head, (tokens, columns), and which of them exist.
+    """
+    row_head, n, d, columns = program_rows(N, BLOCKS, WIDTH, BLOCK_N, BLOCK_D)
+    head = row_head % HEADS
+    inside = (n[:, None] < N) & columns
+    at = n[:, None] * WIDTH + d[None, :]
+    return row_head, head, n, d, at, inside
+
+
 @triton.jit(do_not_specialize=("BLOCKS", "D8", "HEADS"))
 def centre_kernel(
     x_ptr,  # (HEADS, N, WIDTH)
@@ -215,10 +230,7 @@ def centre_kernel(
 ):  # fmt: skip
     """``rows = scale (x - centre)``, zero at padding, and their squared norms."""
     WIDTH = D if D > 0 else D8 * 8
-    row_head, n, d, columns = program_rows(N, BLOCKS, WIDTH, BLOCK_N, BLOCK_D)
-    head = row_head % HEADS
-    inside = (n[:, None] < N) & columns
-    at = n[:, None] * WIDTH + d[None, :]
+    row_head, head, n, d, at, inside = program_tokens(N, HEADS, BLOCKS, WIDTH, BLOCK_N, BLOCK_D)
     centre = tl.load(centre_ptr + head * WIDTH + d, mask=d < WIDTH, other=0.0)[None, :]
     x = load_one_of_two(x_ptr, y_ptr, row_head >= HEADS, head * N * WIDTH + at, inside)
     x = (x.to(tl.float32) - centre) * scale
@@ -244,10 +256,7 @@ def centre_grad_kernel(
 ):  # fmt: skip
     """``dx += scale (d_rows + 2 d_square · rows)``, except at padding."""
     WIDTH = D if D > 0 else D8 * 8
-    row_head, n, d, columns = program_rows(N, BLOCKS, WIDTH, BLOCK_N, BLOCK_D)
-    head = row_head % HEADS
-    inside = (n[:, None] < N) & columns
-    at = n[:, None] * WIDTH + d[None, :]
+    row_head, head, n, d, at, inside = program_tokens(N, HEADS, BLOCKS, WIDTH, BLOCK_N, BLOCK_D)
     rows_at = row_head * N * WIDTH + at
     d_square = tl.load(d_squares_ptr + row_head * N + n, mask=n < N, other=0.0)[:, None]
     dx = 2 * d_square * tl.load(rows_ptr + rows_at, mask=inside, other=0.0).to(tl.float32)

@@ -21,11 +21,12 @@ import triton.language as tl
 
 from espformer.ops.common.triton import Shape, ceil_div, power_of_2
 from espformer.ops.esp.triton.primitives import (
+    column_operands,
     exp2_minus_square,
     gap_unit,
     load_squares,
+    moved,
     of_other_side,
-    operands,
 )
 
 SLOPE = tl.constexpr(1.6651092223153954)  # κ' is gap · κ times 2 / √(log2 e)
@@ -37,7 +38,7 @@ BLOCK_M, BLOCK_N = 32, 16
 
 
 @triton.jit
-def kernel_and_gap(points_ptr, n, j, N, rate):
+def kappa_and_gap(points_ptr, n, j, N, rate):
     """κ between ranks n and j, and the scaled differences ``s_j - s_n``."""
     points = tl.load(points_ptr + tl.minimum(n, N - 1))
     others = tl.load(points_ptr + tl.minimum(j, N - 1))
@@ -75,42 +76,40 @@ def row_block(points_ptr, start, N, rate, BLOCKS: tl.constexpr, M: tl.constexpr,
 def dense_column_kernel(
     x_ptr,  # (B, L, N) float32, or None: ones
     p_ptr,  # (B, L, N) float32, for a slope; or None
-    mid_ptr,  # (HEADS, L, N) float32, for a slope; or None
+    d_mid_ptr,  # (HEADS, L, N) float32: of the product of two sides' scales; or None
     points_ptr,  # (B, L, N) float32
     lengths_ptr,  # (HEADS,) int32, or None
     inv_bandwidth_ptr,  # (HEADS,) float32
-    y_ptr,  # (B, L, N) float32
-    slope_ptr,  # (B, L, N) float32
+    y_ptr,  # (B, L, N) float32: scales, which are read for their slope; or None
+    slope_ptr,  # (B, L, N) float32, or None
     N, L, HEADS, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Normalisers of one slice, or a slope: :func:`operands` says of what."""
+    """:func:`espformer.ops.esp.triton.normalise.column_kernel`, but for κx of a given x."""
     pair = tl.program_id(0).to(tl.int64)
     length = N
     if lengths_ptr is not None:
         length = tl.load(lengths_ptr + pair // L % HEADS)
     other_ptr = y_ptr
-    if mid_ptr is not None:
+    if d_mid_ptr is not None:
         other_ptr = of_other_side(y_ptr, pair, N, HEADS * L)
-        mid_ptr += pair % (HEADS * L) * N
-    if x_ptr is not None:
-        x_ptr += pair * N
-    if y_ptr is not None:
-        y_ptr += pair * N
-    if p_ptr is not None:
-        p_ptr += pair * N
-    if slope_ptr is not None:
-        slope_ptr += pair * N
+    d_mid_ptr = moved(d_mid_ptr, pair % (HEADS * L) * N)
+    x_ptr = moved(x_ptr, pair * N)
+    y_ptr = moved(y_ptr, pair * N)
+    p_ptr = moved(p_ptr, pair * N)
+    slope_ptr = moved(slope_ptr, pair * N)
     points_ptr += pair * N
     inv_bandwidth = tl.load(inv_bandwidth_ptr + pair // L % HEADS)
     rate = gap_unit(inv_bandwidth, True)
     for start in range(0, N, BLOCK_M):
         n, begin, end = row_block(points_ptr, start, N, rate, BLOCKS, BLOCK_M, BLOCK_N)
-        u_here, x_here = operands(x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, n, n < N, length)
+        u_here, x_here = column_operands(
+            x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, n, n < N, length
+        )
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for block in range(begin, end):
             j = block * BLOCK_N + tl.arange(0, BLOCK_N)
-            u, x = operands(x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, j, j < N, length)
-            kappa, gap = kernel_and_gap(points_ptr, n, j, N, rate)
+            u, x = column_operands(x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, j, j < N, length)
+            kappa, gap = kappa_and_gap(points_ptr, n, j, N, rate)
             if slope_ptr is not None:
                 both = u_here[:, None] * x[None, :] + x_here[:, None] * u[None, :]
                 total += kappa * gap * both
@@ -135,7 +134,7 @@ def dense_norm_costs_kernel(
     out_ptr,  # (B, L) float32
     N, L, HEADS, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """``⟨out_scale, κ (in_scale · square)⟩`` of one slice."""
+    """:func:`espformer.ops.esp.triton.costs.norm_costs_kernel`."""
     pair = tl.program_id(0).to(tl.int64)
     at = pair * N
     points_ptr += at
@@ -148,7 +147,7 @@ def dense_norm_costs_kernel(
         for block in range(begin, end):
             j = block * BLOCK_N + tl.arange(0, BLOCK_N)
             x = load_squares(square_ptr, order_ptr + at, in_scale_ptr, at, j, j < N)
-            kappa, _ = kernel_and_gap(points_ptr, n, j, N, rate)
+            kappa, _ = kappa_and_gap(points_ptr, n, j, N, rate)
             total += kappa * x[None, :]
         sums += tl.sum(total, 1) * tl.load(out_scale_ptr + at + n, mask=n < N, other=0.0)
     tl.store(out_ptr + pair, tl.sum(sums, 0))
@@ -170,7 +169,7 @@ def dense_norm_costs_grad_kernel(
     N, L, HEADS, ATOMIC: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of one slice."""
+    """:func:`espformer.ops.esp.triton.costs.norm_costs_grad_kernel`."""
     pair = tl.program_id(0).to(tl.int64)
     at = pair * N
     points_ptr += at
@@ -190,7 +189,7 @@ def dense_norm_costs_grad_kernel(
             j = block * BLOCK_N + tl.arange(0, BLOCK_N)
             u = tl.load(out_scale_ptr + at + j, mask=j < N, other=0.0)
             x = load_squares(square_ptr, order_ptr + at, in_scale_ptr, at, j, j < N)
-            kappa, gap = kernel_and_gap(points_ptr, n, j, N, rate)
+            kappa, gap = kappa_and_gap(points_ptr, n, j, N, rate)
             mass += kappa * u[None, :]
             sums += kappa * x[None, :]
             both = u_here[:, None] * x[None, :] + x_here[:, None] * u[None, :]

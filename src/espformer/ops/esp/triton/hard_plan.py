@@ -2,7 +2,8 @@
 
 The torch twin is :class:`espformer.ops.esp.linear.HardMixing`.
 
-- ``espformer::match``: the key that each query is matched with, from two rankings;
+- ``espformer::match_points``: the key that each query is matched with, from their tokens;
+- ``espformer::compose_with_inverse``: the same, from two rankings;
 - ``espformer::apply_matching``: ``Σ_l weight_l V[match_l]``;
 - ``espformer::cross_matching``: ``Σ_i q_i · k[match_l(i)]`` for every slice;
 - ``espformer::matching_costs``: ``Σ_i ‖q_i - k[match_l(i)]‖²`` for every slice.
@@ -17,12 +18,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from espformer.ops.common.autograd import refuse_double_backward
-from espformer.ops.common.custom_op import operator
+from espformer.ops.common.operators import operator, refuse_double_backward
 from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2, width_arguments
 from espformer.ops.esp.problem import Problem
+from espformer.ops.esp.triton.points import Packing, masked_lengths, pack_tokens, rank_points
 from espformer.ops.esp.triton.primitives import program_rows
-from espformer.ops.esp.triton.sort import masked_lengths, match_points, rank_points
+from espformer.ops.esp.triton.sort import (
+    any_infinite,
+    make_words,
+    merge_config,
+    merged,
+    sort_config,
+    sort_rows,
+    sort_words,
+    word_index,
+)
 
 # Every row is read once per slice. If the rows of a head fit in the L1 cache of a multiprocessor,
 # which is several times faster than L2, a program takes so many tokens that it has a multiprocessor
@@ -33,6 +43,160 @@ MOST_BYTES = 64 << 10
 FEW_ROWS = 32
 # With fewer programs than about a GPU's multiprocessors, smaller ones are better.
 FEWEST_PROGRAMS = 128
+
+
+@triton.jit(do_not_specialize=("PAIRS",))
+def match_kernel(
+    bits_ptr,  # (2, B, L, BLOCK), halves of words: queries, then keys
+    out_ptr,  # (B, L, N) int32
+    weight_ptr,  # (B, L) float32
+    N, PAIRS, weight, BITS: tl.constexpr, INFINITY: tl.constexpr, BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr, VECTORS: tl.constexpr, DIMS: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """Sorts a row of queries and one of keys: ``out[token of a query] = key of the same rank``."""
+    pair = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    bad = False
+    keys = make_words(tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32), BITS)
+    queries = make_words(
+        tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32), BITS
+    )  # not `keys`: the compiler would not see it change below
+    for side in range(2):  # a loop, so that the code of the sort is compiled once
+        word = make_words(tl.load(bits_ptr + (side * PAIRS + pair) * BLOCK + n), n, BITS)
+        bad |= any_infinite(word, BITS, INFINITY)
+        queries = keys
+        keys = sort_words(word, BLOCK, VECTOR, VECTORS, DIMS, HELD)
+    query = word_index(queries, BITS)
+    tl.store(out_ptr + pair * N + query, word_index(keys, BITS), mask=query < N)
+    tl.store(weight_ptr + pair, tl.where(bad, float("nan"), weight))
+
+
+@triton.jit(do_not_specialize=("PAIRS", "BLOCKS"))
+def match_runs_kernel(
+    words_ptr,  # (2, B, L, N) words, in sorted runs of LENGTH
+    out_ptr,  # (B, L, N) int32
+    weight_ptr,  # (B, L) float32
+    N, LENGTH, PAIRS, BLOCKS, BITS: tl.constexpr, INFINITY: tl.constexpr, BLOCK: tl.constexpr,
+    DIMS: tl.constexpr,
+):  # fmt: skip
+    """`match_kernel` for rows of one or two sorted runs: those of all queries, then of all keys.
+
+    The weight becomes NaN if the row contains NaN. The order of programs is that of
+    `compose_kernel`.
+    """
+    pair = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    start = tl.program_id(0) % BLOCKS * BLOCK
+    n = start + tl.arange(0, BLOCK)
+    queries = merged(words_ptr + pair * N, start, N, LENGTH, BLOCK, DIMS)
+    keys = merged(words_ptr + (PAIRS + pair) * N, start, N, LENGTH, BLOCK, DIMS)
+    query = word_index(queries, BITS)
+    tl.store(out_ptr + pair * N + query, word_index(keys, BITS), mask=n < N)
+    if any_infinite(queries, BITS, INFINITY) | any_infinite(keys, BITS, INFINITY):
+        tl.store(weight_ptr + pair, float("nan"))
+
+
+@once
+def _match_launch(packing: Packing) -> Launch:
+    """Sorts both sides and matches them; rows are as long as one program sorts."""
+    words, pairs, tokens = packing.words, packing.pairs, packing.shape[1]
+    return Launch(
+        match_kernel, (pairs,), N=tokens, PAIRS=pairs, weight=1 / packing.count,
+        **words.arguments, **sort_config(tokens),
+    )  # fmt: skip
+
+
+@once
+def _match_runs_launch(packing: Packing, length: int) -> Launch:
+    """Matches both sides, whose rows are sorted in runs of `length`."""
+    words, pairs, tokens = packing.words, packing.pairs, packing.shape[1]
+    config = merge_config()
+    blocks = ceil_div(tokens, config["BLOCK"])
+    return Launch(
+        match_runs_kernel, (pairs * blocks,), N=tokens, LENGTH=length, PAIRS=pairs, BLOCKS=blocks,
+        **words.arguments, **config,
+    )  # fmt: skip
+
+
+@operator("match_points")
+def match_points(
+    query: Tensor, key: Tensor, slices: Tensor | None, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The key of the same rank for every query and slice of (batch, N, m) tokens of one dtype.
+
+    Returns the matches, (batch, L, N) in int32, and the weights of a plain mean, (batch, L): one
+    over the number of slices, but NaN where the slice of the queries or the keys holds NaN or an
+    infinity. Padded tokens are the same on both sides and are matched with each other.
+    """
+    packing, packed = pack_tokens(query, key, slices, mask, scale)
+    shape = query.shape[0], packing.count, query.shape[1]
+    matches = torch.empty(shape, device=query.device, dtype=torch.int32)
+    weights = torch.empty(shape[:2], device=query.device, dtype=torch.float32)
+    if packing.at_once:
+        _match_launch(packing)(packed, matches, weights)
+    else:
+        weights.fill_(1 / packing.count)
+        packed, length = sort_rows(packed, runs=2)
+        _match_runs_launch(packing, length)(packed, matches, weights)
+    return matches, weights
+
+
+@match_points.register_fake
+def _(
+    query: Tensor, key: Tensor, slices: Tensor | None, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    batch, tokens, width = query.shape
+    count = width if slices is None else slices.shape[-2]
+    matches = query.new_empty((batch, count, tokens), dtype=torch.int32)
+    return matches, query.new_empty((batch, count), dtype=torch.float32)
+
+
+@triton.jit(do_not_specialize=("BLOCKS",))
+def compose_kernel(
+    from_ptr,  # (rows, N) int32
+    to_ptr,  # (rows, N) int32, or None: the identity
+    out_ptr,  # (rows, N) int32
+    N, BLOCKS, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``out[from_n] = to_n``.
+
+    Neighbouring programs write to the same row, so that the L2 cache combines their scattered
+    writes.
+    """
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64) * N
+    n = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    to = n if to_ptr is None else tl.load(to_ptr + row + n, mask=n < N, other=0)
+    tl.store(out_ptr + row + tl.load(from_ptr + row + n, mask=n < N, other=0), to, mask=n < N)
+
+
+@once
+def _compose_launch(rows: int, tokens: int) -> Launch:
+    block = min(1024, power_of_2(tokens))
+    blocks = ceil_div(tokens, block)
+    return Launch(compose_kernel, (rows * blocks,), N=tokens, BLOCKS=blocks, BLOCK=block)
+
+
+@operator("compose_with_inverse")
+def compose_with_inverse(order: Tensor, to: Tensor | None) -> Tensor:
+    """The permutations ``to ∘ order⁻¹`` along the last dimension, in int32; None: the identity.
+
+    For two rankings this is the key that each query is matched with, for one the rank of each
+    token.
+    """
+    out = torch.empty_like(order)
+    tokens = order.shape[-1]
+    _compose_launch(order.numel() // tokens, tokens)(order, to, out)
+    return out
+
+
+@compose_with_inverse.register_fake
+def _(order: Tensor, to: Tensor | None) -> Tensor:
+    return order.new_empty(order.shape)
+
+
+@triton.jit
+def matched_rows(x_ptr, j, d, WIDTH, mask):
+    """Rows of the tokens j, (tokens, columns), in float32."""
+    return tl.load(x_ptr + (j[:, None] * WIDTH + d[None, :]), mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=("L", "BLOCKS", "D8"))
@@ -51,9 +215,7 @@ def gather_kernel(
     x_ptr += head * N * WIDTH
     j = tl.load(index_ptr + i, mask=i < N, other=0)
     for slice in range(L):
-        x = tl.load(x_ptr + (j[:, None] * WIDTH + d[None, :]), mask=columns, other=0.0).to(
-            tl.float32
-        )
+        x = matched_rows(x_ptr, j, d, WIDTH, columns)
         index_ptr += N
         # Load the index one slice ahead: the address of a row depends on it.
         j = tl.load(index_ptr + i, mask=(i < N) & (slice + 1 < L), other=0)
@@ -89,9 +251,7 @@ def pair_kernel(
     y_ptr += head * N * WIDTH
     j = tl.load(index_ptr + i, mask=i < N, other=0)
     for slice in range(L):
-        y = tl.load(y_ptr + (j[:, None] * WIDTH + d[None, :]), mask=inside, other=0.0).to(
-            tl.float32
-        )
+        y = matched_rows(y_ptr, j, d, WIDTH, inside)
         index_ptr += N
         j = tl.load(index_ptr + i, mask=(i < N) & (slice + 1 < L), other=0)
         if DISTANCE:
@@ -132,13 +292,6 @@ def _pair_launch(shape: Shape, width: int, bytes_each: int, distance: bool) -> t
     )  # fmt: skip
 
 
-@once
-def _compose_launch(rows: int, tokens: int) -> Launch:
-    block = min(1024, power_of_2(tokens))
-    blocks = ceil_div(tokens, block)
-    return Launch(compose_kernel, (rows * blocks,), N=tokens, BLOCKS=blocks, BLOCK=block)
-
-
 def gather_sum(x: Tensor, index: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """``Σ_l weight_l x[index[l, i]]``: x (batch, N, d), index (batch, L, N), weight (batch, L)."""
     out = torch.empty_like(x, dtype=dtype)
@@ -161,42 +314,6 @@ def gather_dot(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
 def gather_distance(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
     """``Σ_i ‖x_i - y[index[l, i]]‖²`` for every slice: (batch, L)."""
     return _gather_pairs(x, y, index, True)
-
-
-@triton.jit(do_not_specialize=("BLOCKS",))
-def compose_kernel(
-    from_ptr,  # (rows, N) int32
-    to_ptr,  # (rows, N) int32, or None: the identity
-    out_ptr,  # (rows, N) int32
-    N, BLOCKS, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """``out[from_n] = to_n``.
-
-    Neighbouring programs write to the same row, so that the L2 cache combines their scattered
-    writes.
-    """
-    row = (tl.program_id(0) // BLOCKS).to(tl.int64) * N
-    n = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    to = n if to_ptr is None else tl.load(to_ptr + row + n, mask=n < N, other=0)
-    tl.store(out_ptr + row + tl.load(from_ptr + row + n, mask=n < N, other=0), to, mask=n < N)
-
-
-@operator("match")
-def match(order: Tensor, to: Tensor | None) -> Tensor:
-    """The permutations ``to ∘ order⁻¹`` along the last dimension, in int32; None: the identity.
-
-    For two rankings this is the key that each query is matched with, for one the rank of each
-    token.
-    """
-    out = torch.empty_like(order)
-    tokens = order.shape[-1]
-    _compose_launch(order.numel() // tokens, tokens)(order, to, out)
-    return out
-
-
-@match.register_fake
-def _(order: Tensor, to: Tensor | None) -> Tensor:
-    return order.new_empty(order.shape)
 
 
 @operator("apply_matching")
@@ -230,7 +347,9 @@ def _matching_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     value, weight, matches = ctx.saved_tensors
     needs_value, needs_weight, _ = ctx.needs_input_grad
     upstream = grads[0].to(value.dtype)
-    d_value = apply_matching(upstream, weight, match(matches, None)) if needs_value else None
+    d_value = None
+    if needs_value:
+        d_value = apply_matching(upstream, weight, compose_with_inverse(matches, None))
     d_weight = cross_matching(upstream, value, matches) if needs_weight else None
     return d_value, d_weight, None
 
@@ -270,7 +389,7 @@ def _matching_costs_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, .
     d_query = matching_costs_backward(grads[0], query, key, matches) if needs_query else None
     d_key = None
     if needs_key:
-        d_key = matching_costs_backward(grads[0], key, query, match(matches, None))
+        d_key = matching_costs_backward(grads[0], key, query, compose_with_inverse(matches, None))
     return d_query, d_key, None
 
 
@@ -310,4 +429,4 @@ def _matches(problem: Problem) -> tuple[Tensor, Tensor]:
         (q_points, q_order), (k_points, k_order) = ranked
         # NaN if one side holds it.
         weights = (q_points[..., 0] + k_points[..., 0]) * 0 + 1 / q_order.shape[1]
-        return match(q_order, k_order), weights
+        return compose_with_inverse(q_order, k_order), weights

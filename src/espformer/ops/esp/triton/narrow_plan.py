@@ -36,11 +36,10 @@ import triton.language as tl
 from torch import Tensor
 
 from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2, width_arguments
-from espformer.ops.esp.triton.plan import Plan
-from espformer.ops.esp.triton.primitives import COUNTS, INTERPRETED, LOG2E, exp2
+from espformer.ops.esp.triton.primitives import COUNTS, INTERPRETED, LOG2E, exp2, moved
 
 if TYPE_CHECKING:
-    from espformer.ops.esp.triton.soft_plan import PlanGradients
+    from espformer.ops.esp.triton.soft_plan import Plan, PlanGradients
 
 MOST_WIDTH = 16
 LEAST_PAIRS = 4096  # (head, slice) pairs; with fewer the GPU would be idle
@@ -87,11 +86,13 @@ def load_rank(x_ptr, order_ptr, scale_ptr, points_ptr, at: tl.constexpr, inside,
 
 @triton.jit
 def store_row(to, row, mask):
+    """Stores float32 rows in the dtype of the scratch memory."""
     tl.store(to, row.to(to.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def load_row(there, mask):
+    """Rows of the scratch memory in float32."""
     return tl.load(there, mask=mask, other=0.0).to(tl.float32)
 
 
@@ -128,8 +129,7 @@ def store_sums_before(
             store_row(out_ptr + u * WIDTH, before + row, there & columns & (start + u < N))
         points_ptr += UNROLL
         order_ptr += UNROLL
-        if scale_ptr is not None:
-            scale_ptr += UNROLL
+        scale_ptr = moved(scale_ptr, UNROLL)
         out_ptr += UNROLL * WIDTH
 
 
@@ -165,8 +165,7 @@ def narrow_apply_kernel(
     behind_ptr = behind_ptr + ((ranks * WIDTH)[:, None] + d)
     key_points_ptr = key_points_ptr + ranks
     key_order_ptr = key_order_ptr + ranks
-    if key_scale_ptr is not None:
-        key_scale_ptr = key_scale_ptr + ranks
+    key_scale_ptr = moved(key_scale_ptr, ranks)
     query_points_ptr = query_points_ptr + ranks
     store_sums_before(
         x_ptr, key_order_ptr, key_scale_ptr, key_points_ptr, w_ptr, N, there, columns, rate, WIDTH,
@@ -184,9 +183,7 @@ def narrow_apply_kernel(
         behind_here = behind_ptr + start * WIDTH
         points_here = query_points_ptr + start
         mid_scale_here = mid_scale_ptr + ranks + start
-        scale_here = None
-        if key_scale_ptr is not None:
-            scale_here = key_scale_ptr + start
+        scale_here = moved(key_scale_ptr, start)
         found = ()
         for u in tl.static_range(UNROLL - 1, -1, -1):
             inside = start + u < N
@@ -282,12 +279,10 @@ def narrow_grad_kernel(
     p_ptr = p_ptr + ((ranks * WIDTH)[:, None] + d)
     key_points_ptr = key_points_ptr + ranks
     key_order_ptr = key_order_ptr + ranks
-    if key_scale_ptr is not None:
-        key_scale_ptr = key_scale_ptr + ranks
+    key_scale_ptr = moved(key_scale_ptr, ranks)
     query_points_ptr = query_points_ptr + ranks
     query_order_ptr = query_order_ptr + ranks
-    if query_scale_ptr is not None:
-        query_scale_ptr = query_scale_ptr + ranks
+    query_scale_ptr = moved(query_scale_ptr, ranks)
     weight = tl.full((G,), 1.0, tl.float32)
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + pair)
@@ -320,12 +315,8 @@ def narrow_grad_kernel(
         w_here = w_ptr + start * WIDTH
         p_here = p_ptr + start * WIDTH
         mid_scale_here = mid_scale_ptr + ranks + start
-        k_scale_here = None
-        if key_scale_ptr is not None:
-            k_scale_here = key_scale_ptr + start
-        q_scale_here = None
-        if query_scale_ptr is not None:
-            q_scale_here = query_scale_ptr + start
+        k_scale_here = moved(key_scale_ptr, start)
+        q_scale_here = moved(query_scale_ptr, start)
         found = ()
         for u in tl.static_range(UNROLL - 1, -1, -1):
             inside = start + u < N
@@ -387,12 +378,8 @@ def narrow_grad_kernel(
         q_last = tl.load(query_points_ptr)
         force_unit = weight * inv_bandwidth
         for start in range(0, N, UNROLL):
-            k_scale_here = None
-            if key_scale_ptr is not None:
-                k_scale_here = key_scale_ptr + start
-            q_scale_here = None
-            if query_scale_ptr is not None:
-                q_scale_here = query_scale_ptr + start
+            k_scale_here = moved(key_scale_ptr, start)
+            q_scale_here = moved(query_scale_ptr, start)
             found = ()
             for u in tl.static_range(UNROLL):
                 inside = start + u < N

@@ -1,6 +1,9 @@
-"""Normalisers of soft sorts: scales that make κ row-stochastic, or doubly stochastic.
+"""Soft sorts: points in rank order, with scales that make κ row-stochastic or doubly stochastic.
 
-The torch twin is :class:`espformer.ops.esp.linear.SoftMixing`.
+The torch twin is :class:`espformer.ops.esp.linear.SoftMixing`. :func:`sort_side` sorts tokens
+(`points.py`) and finds the scales, :func:`sort_side_backward` returns to the tokens. Queries and
+keys of one shape are one *side* of twice as many heads, the keys after the queries, so that every
+kernel is launched once for both.
 
 **Columns.** A column is too thin for the tensor cores, so these kernels scan along the ranks:
 blocks of ranks are scanned in parallel (``tl.associative_scan`` of (decay, sum) pairs), and a carry
@@ -31,7 +34,7 @@ needs -a). It differs from the gradient of the steps by a few 1e-6.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -41,10 +44,12 @@ from torch import Tensor
 from espformer.ops.common.triton import Launch, Shape, once, power_of_2
 from espformer.ops.esp.balancing import chebyshev_exponents
 from espformer.ops.esp.triton import dense_columns
+from espformer.ops.esp.triton.points import point_gradients, sort_points
 from espformer.ops.esp.triton.primitives import (
+    column_operands,
     exponential_table,
+    moved,
     of_other_side,
-    operands,
     rotation,
 )
 
@@ -56,16 +61,19 @@ CROWD = 4096
 
 @triton.jit
 def real_step(a, u, b, v):
+    """Joins two stretches of ranks: their decays are a and b, their sums u and v."""
     return a * b, b * u + v
 
 
 @triton.jit
 def real_steps(a, u, x, b, v, y):
+    """:func:`real_step` for two sums with one decay."""
     return a * b, b * u + v, b * x + y
 
 
 @triton.jit
 def complex_step(a_re, a_im, u_re, u_im, b_re, b_im, v_re, v_im):
+    """:func:`real_step` for a complex pole."""
     return (
         a_re * b_re - a_im * b_im,
         a_re * b_im + a_im * b_re,
@@ -78,6 +86,7 @@ def complex_step(a_re, a_im, u_re, u_im, b_re, b_im, v_re, v_im):
 def complex_steps(
     a_re, a_im, u_re, u_im, x_re, x_im, b_re, b_im, v_re, v_im, y_re, y_im
 ):  # fmt: skip
+    """:func:`real_steps` for a complex pole."""
     return (
         a_re * b_re - a_im * b_im,
         a_re * b_im + a_im * b_re,
@@ -246,25 +255,25 @@ def scan_block(
 
 @triton.jit
 def scan_pole(
-    points_ptr, x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N, pole,
-    REVERSE: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
+    points_ptr, x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N,
+    pole, REVERSE: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scans one pole in one direction. Every scan except the first adds to y, which holds ``κx``.
+    """Scans one pole in one direction, for what :func:`column_kernel` computes.
 
-    With a slope: of ``p · κ'x + x · κ'p`` to the slope instead.
-
-    Without x, x is one up to `length` and zero beyond, and y becomes ``1 / κx``, or zero. For a
-    slope, y is then given, p is its gradient (:func:`operands`), and x is one where y is not zero.
+    The first scan writes the contribution of its pole and direction to y or to the slope, and all
+    others add theirs. Of scales, the last one takes the inverse.
     """
     added = (pole > 0) | REVERSE
     carry = zero_carry(slope_ptr is not None, COMPLEX)
     for step in range(tl.cdiv(N, BLOCK)):
         n = block_ranks(step, N, REVERSE, BLOCK)
         inside = n < N
-        u, x = operands(x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, n, inside, length)
+        u, x = column_operands(x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, n, inside, length)
         m, linked = previous_ranks(n, N, REVERSE)
-        u_before, x_before = operands(x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, m, linked, length)
+        u_before, x_before = column_operands(
+            x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, m, linked, length
+        )
         y, _, u_slope, x_slope, carry = scan_block(
             u_before, x_before, points_ptr, step, N, inv_bandwidth, carry, pole, REVERSE,
             slope_ptr is not None, TABLE, POLES, COMPLEX, BLOCK,
@@ -283,14 +292,14 @@ def scan_pole(
 
 @triton.jit
 def scan_column(
-    points_ptr, x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N,
+    points_ptr, x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N,
     TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Scans every pole in both directions; afterwards y, or the slope, is complete."""
     for reverse in tl.static_range(2):
         for pole in range(POLES):
             scan_pole(
-                points_ptr, x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, slope_ptr, length,
+                points_ptr, x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, slope_ptr, length,
                 inv_bandwidth, N, pole, reverse == 1, TABLE, POLES, COMPLEX, BLOCK,
             )  # fmt: skip
             tl.debug_barrier()  # the next scan reads what this one has written
@@ -300,18 +309,24 @@ def scan_column(
 def column_kernel(
     x_ptr,  # (B, L, N) float32, or None: ones
     p_ptr,  # (B, L, N) float32, for a slope; or None
-    mid_ptr,  # (HEADS, L, N) float32, for a slope; or None
+    d_mid_ptr,  # (HEADS, L, N) float32: of the product of two sides' scales; or None
     points_ptr,  # (B, L, N) float32
-    lengths_ptr,  # (HEADS,) int32, or None
+    lengths_ptr,  # (HEADS,) int32, or None: all N
     inv_bandwidth_ptr,  # (HEADS,) float32
-    y_ptr,  # (B, L, N) float32
-    slope_ptr,  # (B, L, N) float32
+    y_ptr,  # (B, L, N) float32: κx, or scales, which are read for their slope; or None
+    slope_ptr,  # (B, L, N) float32, or None
     N, L, HEADS, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normalisers of one slice, or a slope; :func:`scan_pole` says which.
+    """A product of κ with one column, or the gradient of the points through one, for one slice:
 
-    B is HEADS, or twice that: the keys of all heads follow the queries.
+    - of x alone: ``y = κx``;
+    - of nothing: ``y = 1 / κ1``, the scales that make rows sum to one, with ones up to the length;
+    - of x and p, to the slope: the gradient of ``pᵀ κ x``, which is ``p · κ'x + x · κ'p``;
+    - of scales y and their gradients, to the slope: the gradient through these scales. That of y
+      itself is p, that of the product of both sides' scales is `d_mid`.
+
+    All else is None. B is HEADS, or twice that: the keys of all heads follow the queries.
     """
     pair = tl.program_id(0).to(tl.int64)
     head = pair // L % HEADS
@@ -319,20 +334,16 @@ def column_kernel(
     if lengths_ptr is not None:
         length = tl.load(lengths_ptr + head)
     other_ptr = y_ptr
-    if mid_ptr is not None:
+    if d_mid_ptr is not None:
         other_ptr = of_other_side(y_ptr, pair, N, HEADS * L)
-        mid_ptr += pair % (HEADS * L) * N
-    if x_ptr is not None:
-        x_ptr += pair * N
-    if y_ptr is not None:
-        y_ptr += pair * N
-    if p_ptr is not None:
-        p_ptr += pair * N
-    if slope_ptr is not None:
-        slope_ptr += pair * N
+    d_mid_ptr = moved(d_mid_ptr, pair % (HEADS * L) * N)
+    x_ptr = moved(x_ptr, pair * N)
+    y_ptr = moved(y_ptr, pair * N)
+    p_ptr = moved(p_ptr, pair * N)
+    slope_ptr = moved(slope_ptr, pair * N)
     inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
     scan_column(
-        points_ptr + pair * N, x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, slope_ptr, length,
+        points_ptr + pair * N, x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, slope_ptr, length,
         inv_bandwidth, N, TABLE, POLES, COMPLEX, BLOCK,
     )  # fmt: skip
 
@@ -441,7 +452,7 @@ def balance_kernel(
     N, L, HEADS, EXPONENTS: tl.constexpr, STEPS: tl.constexpr, TABLE: tl.constexpr,
     POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All steps of one slice."""
+    """Makes all steps of one slice: to its scales, or to -a, which their gradient needs."""
     pair = tl.program_id(0).to(tl.int64)
     head = pair // L % HEADS
     inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
@@ -451,9 +462,8 @@ def balance_kernel(
     points_ptr += pair * N
     z_ptr += pair * N
     y_ptr += pair * N
-    if upstream_ptr is not None:
-        upstream_ptr += pair * N
-        scale_ptr += pair * N
+    upstream_ptr = moved(upstream_ptr, pair * N)
+    scale_ptr = moved(scale_ptr, pair * N)
     for start in range(0, N, BLOCK):
         n = start + tl.arange(0, BLOCK)
         z = tl.where(n < length, 1.0, 0.0)
@@ -504,3 +514,83 @@ def balanced_scales_backward(
     balance = _balance(points.shape, inv_bandwidth.shape[0], metric, fp32_rows, BACKWARD)
     balance(a, upstream, scales, points, None, inv_bandwidth, y)
     return sorted_slope(a, scales, points, inv_bandwidth, metric, fp32_rows)
+
+
+class Tokens(NamedTuple):
+    """The tokens of one side, or of both if they have one shape, dtype and mask."""
+
+    x: Tensor  # (batch, N, m)
+    y: Tensor | None  # likewise: the keys, if x are the queries
+    mask: Tensor | None  # (batch, N), of either
+    lengths: Tensor | None  # (batch,) int32, if there is a mask
+
+
+class SortedSide(NamedTuple):
+    """Tokens softly sorted on every slice: ``diag(scale) κ``, or ``diag(scale) κ diag(scale)`` if
+    balanced. With two sides, heads are those of the queries, then those of the keys.
+    """
+
+    points: Tensor  # (heads, L, N): sorted; padding repeats the last true one
+    order: Tensor  # (heads, L, N) int32: the token at each rank
+    spread: Tensor | None  # (heads, L), if points are in units of it
+    scale: Tensor  # (heads, L, N); zero at padding
+
+    def halves(self) -> tuple[SortedSide, SortedSide]:
+        """The queries and the keys of two sides, without the spread."""
+        points, order, scale = self.points.chunk(2), self.order.chunk(2), self.scale.chunk(2)
+        return (
+            SortedSide(points[0], order[0], None, scale[0]),
+            SortedSide(points[1], order[1], None, scale[1]),
+        )
+
+
+class SortSettings(NamedTuple):
+    """How tokens are sorted."""
+
+    scale: float  # what tokens are multiplied by
+    in_spreads: bool  # whether points are divided by their spread
+    balanced: bool
+    metric: str
+    fp32_rows: bool
+
+
+def sort_side(
+    tokens: Tokens, slices: Tensor | None, inv_bandwidth: Tensor, settings: SortSettings
+) -> SortedSide:
+    """Sorts and normalises."""
+    scale, in_spreads, balanced, metric, fp32_rows = settings
+    points, order, spread = sort_points(
+        tokens.x, tokens.y, slices, tokens.mask, tokens.lengths, scale, in_spreads
+    )
+    scales = balanced_scales if balanced else row_scales
+    found = scales(points, tokens.lengths, inv_bandwidth, metric, fp32_rows)
+    return SortedSide(points, order, spread, found)
+
+
+def sort_side_backward(
+    d_points: Tensor, d_scale: Tensor | None, d_mid_scale: Tensor | None, side: SortedSide,
+    tokens: Tokens, slices: Tensor | None, inv_bandwidth: Tensor, settings: SortSettings,
+    with_slices: bool, with_inv_bandwidth: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of x, of y, of the slices and of `inv_bandwidth`; None if there is no such.
+
+    Two sides may have the gradient of the product of their scales, `d_mid_scale`.
+    """
+    arguments = side.scale, side.points, inv_bandwidth, settings.metric, settings.fp32_rows
+    if not settings.balanced:
+        slope = row_scales_backward(d_scale, *arguments, d_mid_scale)
+    else:
+        if d_mid_scale is not None:
+            others = side.scale.view(2, *d_mid_scale.shape).flip(0)
+            of_mid = (others * d_mid_scale).view(side.scale.shape)
+            d_scale = of_mid if d_scale is None else of_mid.add_(d_scale)
+        assert d_scale is not None
+        slope = balanced_scales_backward(d_scale, *arguments)
+    d_inv_bandwidth = None
+    if with_inv_bandwidth:
+        d_inv_bandwidth = bandwidth_gradient(slope, side.points, inv_bandwidth)
+    dx, dy, d_slices = point_gradients(
+        slope, d_points, side.points, side.order, side.spread, tokens.x, tokens.y, slices,
+        tokens.lengths, settings.scale, with_slices,
+    )  # fmt: skip
+    return dx, dy, d_slices, d_inv_bandwidth

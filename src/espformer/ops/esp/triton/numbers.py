@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espformer.ops.common.autograd import refuse_double_backward
-from espformer.ops.common.custom_op import operator
+from espformer.ops.common.operators import operator, refuse_double_backward
 from espformer.ops.esp.triton.normalise import (
     bandwidth_gradient,
     columns,
@@ -34,7 +33,7 @@ from espformer.ops.esp.triton.normalise import (
     row_scales_backward,
     sorted_slope,
 )
-from espformer.ops.esp.triton.sort import masked_lengths, point_gradients, sort_points
+from espformer.ops.esp.triton.points import masked_lengths, point_gradients, sort_points
 
 METRIC = "absolute", True  # and rows in float32
 ARGUMENTS = "Tensor numbers, Tensor inv_bandwidth, Tensor? mask, bool in_spreads"

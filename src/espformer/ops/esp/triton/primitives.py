@@ -2,17 +2,17 @@
 
 The torch twin of κ is :class:`espformer.ops.esp.sorted_kernel.SortedKernel`.
 
-A program works on one chunk of C neighbouring ranks of one (head, slice). Within the chunk the
-kernel is a dense C×C matrix on the tensor cores. What other chunks contribute comes in through
+A program works on one chunk of C neighbouring ranks of one (head, slice). Within the chunk κ
+is a dense C×C matrix on the tensor cores. What other chunks contribute comes in through
 states, a few rows per direction and chunk: with poles p of the table of exponentials,
 
     L_c = Σ_{j before c} exp(-p (first_c - s_j)) x_j,
     R_c = Σ_{j after c} exp(-p (s_j - last_c)) x_j
 
 where s are the sorted points and first_c and last_c the smallest and the largest one of the chunk
-(`states.py` makes them). They are (batch, slices, chunks, rows, width), in float32, or in bfloat16
-for 16-bit rows and a real pole. The rows are a short axis of at most STATE_ROWS, so that making and
-using them are matrix products too:
+(`states.py` makes them). They are (batch, slices, chunks, STATE_ROWS, width), in float32, or in
+bfloat16 for 16-bit rows and a real pole. STATE_ROWS is zero if there is one chunk. It is at most
+STATE_BLOCK, to which products pad it, so that making and using states are matrix products too:
 
     absolute: L, R and, for the backward, their ties;     squared: (Re, Im) of every pole, L then R
 
@@ -26,6 +26,12 @@ Offsets within a head are 32-bit; pointers are moved to the head with 64 bits fi
 Shapes in comments: B heads of all sequences (``batch``), L slices, N ranks, WIDTH columns of a row:
 D where a kernel is compiled for that width, or 8 · D8
 (:func:`espformer.ops.common.triton.width_arguments`).
+
+Constants of kernels on chunks: SPAN ranks make a chunk, of which a program holds C, fewer in a
+short last chunk; it takes BLOCK_D columns at a time. EVEN says that no rank and no column is
+missing, COMPLEX that poles are complex numbers (the squared metric), ATOMIC that all slices add to
+the same rows. A sequence has CHUNKS chunks, of which a launch computes COUNT from START on. TABLE
+is :func:`espformer.ops.esp.triton.states.state_table`.
 """
 
 from __future__ import annotations
@@ -43,7 +49,9 @@ QUARTER_TURN = tl.constexpr(1.5707963267948966)
 
 # Sizes that do not affect alignment: kernels are not specialised for multiples of 16 or for 1.
 COUNTS = ("HEADS", "L", "KEYS", "QUERIES", "TOKENS", "CHUNKS", "START", "COUNT", "D8")
-STATE_ROWS = tl.constexpr(16)  # the least that a matrix product on the tensor cores takes
+# State rows as an operand of a matrix product: the least that tensor cores take, and as many as the
+# four complex poles of float32 rows need.
+STATE_BLOCK = tl.constexpr(16)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -232,6 +240,12 @@ def rotation(angle, ACCURATE: tl.constexpr):
 
 
 @triton.jit
+def moved(ptr, offset):
+    """A pointer moved on by so many numbers; None, where there is nothing to read, stays None."""
+    return ptr if ptr is None else ptr + offset
+
+
+@triton.jit
 def program_rows(N, BLOCKS, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """The head, tokens and columns of a program that processes a block of rows, and the valid
     columns.
@@ -309,24 +323,25 @@ def load_squares(square_ptr, order_ptr, in_scale_ptr, at, n, inside):
 
 
 @triton.jit
-def operands(x_ptr, p_ptr, mid_ptr, other_ptr, y_ptr, n, inside, length):
-    """u and x at ranks n: of a column whose normalisers, or whose slope, is asked for.
+def column_operands(x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, n, inside, length):
+    """u and x at ranks n: κx is asked for, or the slope of ``uᵀ κ x``.
 
-    Of normalisers y, the gradient is p, and that of their product with others is `mid`.
+    Of scales ``y = 1 / κ1``, whose gradient is p, it is the slope of ``-(p y²)ᵀ κ 1``; the gradient
+    of the product of both sides' scales, `d_mid`, times the other side's scales adds to p.
     """
     if x_ptr is not None:
         x = tl.load(x_ptr + n, mask=inside, other=0.0)
         u = x if p_ptr is None else tl.load(p_ptr + n, mask=inside, other=0.0)
-    elif p_ptr is None and mid_ptr is None:
+    elif p_ptr is None and d_mid_ptr is None:
         x = tl.where(inside & (n < length), 1.0, 0.0)
         u = x
     else:
         scale = tl.load(y_ptr + n, mask=inside, other=0.0)
         x = tl.where(scale == 0.0, 0.0, 1.0)
-        if mid_ptr is None:
+        if d_mid_ptr is None:
             p = tl.load(p_ptr + n, mask=inside, other=0.0)
         else:
-            p = tl.load(mid_ptr + n, mask=inside, other=0.0)
+            p = tl.load(d_mid_ptr + n, mask=inside, other=0.0)
             p *= tl.load(other_ptr + n, mask=inside, other=0.0)
             if p_ptr is not None:
                 p += tl.load(p_ptr + n, mask=inside, other=0.0)
@@ -403,7 +418,7 @@ def gap_unit(inv_bandwidth, COMPLEX: tl.constexpr):
 
 
 @triton.jit
-def chunk_kernel(
+def chunk_kappa(
     points, first, last, rows, inv_bandwidth, COMPLEX: tl.constexpr, FP32_ROWS: tl.constexpr
 ):
     """κ within a chunk, and the scaled differences ``s_j - s_n`` that it is a function of.
@@ -423,16 +438,16 @@ def chunk_kernel(
             gap = points[None, :] - points[:, None]
         else:
             gap = differences_in_product_layout(points, rows)
-    k = exp2_minus_square(gap) if COMPLEX else exp2_minus_abs(gap)
-    return k, gap
+    kappa = exp2_minus_square(gap) if COMPLEX else exp2_minus_abs(gap)
+    return kappa, gap
 
 
 @triton.jit
-def chunk_kernel_slope(k, gap, COMPLEX: tl.constexpr):
+def chunk_kappa_slope(kappa, gap, COMPLEX: tl.constexpr):
     """κ' within a chunk: the derivative of κ in s_n. Zero between equal points."""
     if COMPLEX:
-        return gap * k * (2 / ROOT_LOG2E)
-    return copy_sign(k, gap)
+        return gap * kappa * (2 / ROOT_LOG2E)
+    return copy_sign(kappa, gap)
 
 
 @triton.jit
@@ -443,22 +458,22 @@ def decay_from_ends(points, first, last, inv_bandwidth):
 
 
 @triton.jit
-def distances_in_chunk(points, before, last, COMPLEX: tl.constexpr, ROWS: tl.constexpr):
+def distances_in_chunk(points, before, last, COMPLEX: tl.constexpr, STATE_ROWS: tl.constexpr):
     """Distances from the end of the previous chunk, for left states, and to the own end, for right
     states.
 
     (ranks, state rows); the latter with a minus, as forces on the two ends of a line are opposite.
     """
-    r = tl.arange(0, STATE_ROWS)[None, :]
-    from_left = r < ROWS // 2 if COMPLEX else r % 2 == 0
+    r = tl.arange(0, STATE_BLOCK)[None, :]
+    from_left = r < STATE_ROWS // 2 if COMPLEX else r % 2 == 0
     return tl.where(from_left, (points - before)[:, None], (points - last)[:, None])
 
 
 @triton.jit
-def table_entry(TABLE: tl.constexpr, WHICH: tl.constexpr, r, ROWS: tl.constexpr):
+def table_entry(TABLE: tl.constexpr, WHICH: tl.constexpr, r, STATE_ROWS: tl.constexpr):
     """One of the eight table entries of state row r."""
     found = tl.zeros_like(r).to(tl.float32)
-    for i in tl.static_range(ROWS):
+    for i in tl.static_range(STATE_ROWS):
         found = tl.where(r == i, TABLE[8 * i + WHICH], found)
     return found
 
@@ -466,7 +481,7 @@ def table_entry(TABLE: tl.constexpr, WHICH: tl.constexpr, r, ROWS: tl.constexpr)
 @triton.jit
 def state_coefficients(
     TABLE: tl.constexpr, points, first, last, inv_bandwidth,
-    KIND: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr, FP32_ROWS: tl.constexpr,
+    KIND: tl.constexpr, COMPLEX: tl.constexpr, STATE_ROWS: tl.constexpr, FP32_ROWS: tl.constexpr,
     AFTER: tl.constexpr = 0,
 ):  # fmt: skip
     """Coefficients between ranks and states, (ranks, state rows), AFTER so many others. By KIND:
@@ -477,17 +492,19 @@ def state_coefficients(
     With complex poles it is ``size · exp(-Re p · x) · cos(phase - Im p · x)``; TABLE has for every
     state row Re p, Im p, and size and phase of each kind.
     """
-    r = tl.arange(0, STATE_ROWS)[None, :] - AFTER
+    r = tl.arange(0, STATE_BLOCK)[None, :] - AFTER
     if COMPLEX:
         which: tl.constexpr = 2 if KIND == "in" else (4 if KIND == "out" else 6)
-        half: tl.constexpr = ROWS // 2
+        half: tl.constexpr = STATE_ROWS // 2
         to_first = ((points - first) * inv_bandwidth)[:, None]
         to_last = ((last - points) * inv_bandwidth)[:, None]
         x = tl.where((r < half) == (KIND == "in"), to_last, to_first)
         x = tl.minimum(x, 40.0)  # exp(-40 Re p) is zero, and the angle stays small
-        angle = table_entry(TABLE, which + 1, r, ROWS) - table_entry(TABLE, 1, r, ROWS) * x
-        decay = exp2(table_entry(TABLE, 0, r, ROWS) * (x * -LOG2E))
-        size = table_entry(TABLE, which, r, ROWS) * decay
+        angle = (
+            table_entry(TABLE, which + 1, r, STATE_ROWS) - table_entry(TABLE, 1, r, STATE_ROWS) * x
+        )
+        decay = exp2(table_entry(TABLE, 0, r, STATE_ROWS) * (x * -LOG2E))
+        size = table_entry(TABLE, which, r, STATE_ROWS) * decay
         return size * cosine(angle, FP32_ROWS)
     near_left, near_right = decay_from_ends(points, first, last, inv_bandwidth)
     if KIND == "in":  # measured at the other end, to be handed on
@@ -501,7 +518,7 @@ def state_coefficients(
     if KIND == "slope":
         left = -left
     found = tl.where(r == 0, left[:, None], tl.where(r == 1, right[:, None], 0.0))
-    if ROWS > 2 and KIND != "out":
+    if STATE_ROWS > 2 and KIND != "out":
         found = tl.where(r == 2, left_tie[:, None], tl.where(r == 3, right_tie[:, None], found))
     return found
 
@@ -545,7 +562,7 @@ def times_states(x, states, COMPLEX: tl.constexpr):
 @triton.jit
 def read_coefficients(
     TABLE: tl.constexpr, points, first, last, inv_bandwidth, rows, states,
-    COMPLEX: tl.constexpr, ROWS: tl.constexpr,
+    COMPLEX: tl.constexpr, STATE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """The "out" coefficients, (ranks, state rows), where a product with states takes them.
 
@@ -553,21 +570,39 @@ def read_coefficients(
     """
     fp32_rows: tl.constexpr = rows.dtype == tl.float32
     read = state_coefficients(
-        TABLE, points, first, last, inv_bandwidth, "out", COMPLEX, ROWS, fp32_rows
+        TABLE, points, first, last, inv_bandwidth, "out", COMPLEX, STATE_ROWS, fp32_rows
     )
-    if ROWS > 0 and not (COMPLEX or fp32_rows):
+    if STATE_ROWS > 0 and not (COMPLEX or fp32_rows):
         rows = to_wide_range(rows)
         read = in_product_layout(read, rows, states.to(rows.dtype))
     return read
 
 
 @triton.jit
-def apply_sorted_kernel(k, x, read, states, COMPLEX: tl.constexpr, ROWS: tl.constexpr):
-    """κx at the ranks of a chunk, in float32; k is κ within the chunk, `read` the "out"
-    coefficients.
+def kappa_at(
+    TABLE: tl.constexpr, points, first, last, inv_bandwidth, rows, states,
+    COMPLEX: tl.constexpr, STATE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """All that :func:`times_kappa` needs of κ at the ranks of a chunk: κ within the chunk, and the
+    coefficients that read states; between the two, the differences that κ' is made from.
+
+    `rows` and `states` are any of the chunk, for the layout.
     """
-    y = product(k, x)
-    if ROWS > 0:
+    fp32_rows: tl.constexpr = rows.dtype == tl.float32
+    kappa, gap = chunk_kappa(points, first, last, rows, inv_bandwidth, COMPLEX, fp32_rows)
+    read = read_coefficients(
+        TABLE, points, first, last, inv_bandwidth, rows, states, COMPLEX, STATE_ROWS
+    )
+    return kappa, gap, read
+
+
+@triton.jit
+def times_kappa(kappa, x, read, states, COMPLEX: tl.constexpr, STATE_ROWS: tl.constexpr):
+    """κx at the ranks of a chunk, in float32: rows x of the chunk times `kappa`, and states of
+    other chunks times `read`, their "out" coefficients.
+    """
+    y = product(kappa, x)
+    if STATE_ROWS > 0:
         if x.dtype == tl.float32:
             y = tl.dot(read, states, y, input_precision="tf32x3")
         elif COMPLEX:  # large weights of several poles cancel
@@ -579,14 +614,14 @@ def apply_sorted_kernel(k, x, read, states, COMPLEX: tl.constexpr, ROWS: tl.cons
 
 
 @triton.jit
-def load_states(states_ptr, chunk, d, D, ROWS: tl.constexpr):
+def load_states(states_ptr, chunk, d, D, STATE_ROWS: tl.constexpr):
     """The states that enter a chunk, (state rows, columns); zero beyond their number.
 
-    ROWS is zero where there is only one chunk, and nothing enters it.
+    STATE_ROWS is zero where there is only one chunk, and nothing enters it.
     """
-    r = tl.arange(0, STATE_ROWS)[:, None]
-    states = tl.zeros((STATE_ROWS, d.shape[0]), tl.float32)
-    if ROWS > 0:
-        at = states_ptr + (chunk * ROWS + r) * D + d[None, :]
-        states = tl.load(at, mask=(r < ROWS) & (d[None, :] < D), other=0.0)
+    r = tl.arange(0, STATE_BLOCK)[:, None]
+    states = tl.zeros((STATE_BLOCK, d.shape[0]), tl.float32)
+    if STATE_ROWS > 0:
+        at = states_ptr + (chunk * STATE_ROWS + r) * D + d[None, :]
+        states = tl.load(at, mask=(r < STATE_ROWS) & (d[None, :] < D), other=0.0)
     return states

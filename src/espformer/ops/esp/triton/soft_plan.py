@@ -31,7 +31,7 @@ Slices are processed in groups, so that their states stay below `SCRATCH_BYTES`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -41,24 +41,23 @@ from torch import Tensor
 from espformer.ops.common.triton import Launch, Shape, once
 from espformer.ops.esp.triton import narrow_plan
 from espformer.ops.esp.triton.narrow_plan import NarrowPlanKernels
-from espformer.ops.esp.triton.plan import Group, Plan
 from espformer.ops.esp.triton.primitives import (
     COUNTS,
     add_rows,
-    apply_sorted_kernel,
-    chunk_kernel,
-    chunk_kernel_slope,
+    chunk_kappa_slope,
     distances_in_chunk,
     exponential_table,
     gap_unit,
+    kappa_at,
     load_ranks,
     load_rows,
     load_side,
     load_states,
+    moved,
     point_at,
     program_chunk,
-    read_coefficients,
     state_coefficients,
+    times_kappa,
     times_states,
     to_wide_range,
     transposed_product,
@@ -66,9 +65,50 @@ from espformer.ops.esp.triton.primitives import (
 from espformer.ops.esp.triton.states import Chunks, chunk_states
 
 States = tuple[Tensor | None, Tensor | None]  # of x for κ_k, and of W for κ_q
+Group = tuple[slice, slice]  # some heads, and some of their slices
 
 # More would not fit in the L2 cache, fewer would need more launches.
 SCRATCH_BYTES = {"absolute": 80 << 20, "squared": 160 << 20}
+
+
+class Plan(NamedTuple):
+    """The plan of every slice, from keys to queries, by rank:
+
+    ``diag(query_scale) κ_q diag(mid_scale) κ_k diag(key_scale)``; rank n of the queries is matched
+    with rank n of the keys.
+    """
+
+    query_points: Tensor  # (batch, L, ranks), as all that follows
+    key_points: Tensor
+    query_order: Tensor  # int32: the token of each rank
+    key_order: Tensor
+    inv_bandwidth: Tensor  # (batch,)
+    mid_scale: Tensor
+    key_scale: Tensor | None  # None where it is one
+    query_scale: Tensor | None
+    metric: str
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All fields but the metric."""
+        return self[:-1]
+
+    def transposed(self) -> Plan:
+        """The same plan from queries to keys."""
+        return Plan(
+            self.key_points, self.query_points, self.key_order, self.query_order,
+            self.inv_bandwidth, self.mid_scale, self.query_scale, self.key_scale, self.metric,
+        )  # fmt: skip
+
+    def part(self, group: Group | None) -> Plan:
+        """The plans of some slices of some heads."""
+        if group is None:
+            return self
+        flat: tuple[Any, ...] = (*(_part(x, group) for x in self.tensors()), self.metric)
+        return Plan(*flat)
+
+
+def _part(x: Tensor | None, group: Group) -> Tensor | None:
+    return x if x is None else x[group[0]] if x.dim() == 1 else x[group]
 
 
 @triton.jit
@@ -80,7 +120,7 @@ def safe_divide(x, y):
 @triton.jit
 def chunk_forces(kappa, gap, m, with_gaps, COMPLEX: tl.constexpr):
     """``Σ_j κ'_nj m_nj``; and, if requested, the same sum weighted by the distances."""
-    force = chunk_kernel_slope(kappa, gap, COMPLEX) * m
+    force = chunk_kappa_slope(kappa, gap, COMPLEX) * m
     total = tl.sum(force, 1)
     times_gap = total
     if with_gaps is not None:
@@ -88,8 +128,40 @@ def chunk_forces(kappa, gap, m, with_gaps, COMPLEX: tl.constexpr):
     return total, times_gap
 
 
+@triton.jit
+def add_chunk_gradients(
+    slope, mid_dots, query_dots, d_inv_bandwidth, w, g, kappa, gap, inv_bandwidth,
+    d_mid_scale_ptr, d_query_scale_ptr, d_inv_bandwidth_ptr, COMPLEX: tl.constexpr,
+):  # fmt: skip
+    """Adds what pairs within a chunk contribute to the gradients on the side of the queries, for a
+    block of columns of W and g: (ranks, columns).
+
+    The first four are sums by rank so far; those whose pointer is None are not needed.
+    """
+    m = transposed_product(w, g)
+    if d_mid_scale_ptr is not None:
+        mid_dots += tl.sum(kappa * m, 1)
+    if d_query_scale_ptr is None:
+        m = transposed_product(g, w, m)
+    slope_here, force_gap = chunk_forces(kappa, gap, m, d_inv_bandwidth_ptr, COMPLEX)
+    slope += slope_here
+    if d_inv_bandwidth_ptr is not None:  # a pair is seen from both sides
+        d_inv_bandwidth -= force_gap * (0.5 / gap_unit(inv_bandwidth, COMPLEX))
+    if d_query_scale_ptr is not None:
+        # Mᵀ is not added to M: its rows are needed separately, and M and the sum would not fit in
+        # registers together.
+        m = transposed_product(g, w)
+        query_dots += tl.sum(kappa * m, 1)
+        slope_here, force_gap = chunk_forces(kappa, gap, m, d_inv_bandwidth_ptr, COMPLEX)
+        slope += slope_here
+        if d_inv_bandwidth_ptr is not None:
+            d_inv_bandwidth -= force_gap * (0.5 / gap_unit(inv_bandwidth, COMPLEX))
+    return slope, mid_dots, query_dots, d_inv_bandwidth
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def apply_kernel(
+    # The rows that the plan is applied to, and the plan (:class:`Plan`).
     x_ptr,  # (B, KEYS, WIDTH): rows of the keys
     key_order_ptr,  # (B, L, N) int32: the token of each rank
     key_scale_ptr,  # (B, L, N) float32, or None: ones
@@ -101,18 +173,22 @@ def apply_kernel(
     TABLE: tl.constexpr,
     inv_bandwidth_ptr,  # (B,) float32
     weight_ptr,  # (B, L) float32
-    x_states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH): states of x for κ_k
-    w_states_ptr,  # likewise, of W for κ_q
+    # States of x for κ_k and of W for κ_q, if there are several chunks.
+    x_states_ptr,  # (B, L, CHUNKS, STATE_ROWS, WIDTH)
+    w_states_ptr,  # (B, L, CHUNKS, STATE_ROWS, WIDTH)
+    # Forward: the plan applied to x.
     out_ptr,  # (B, QUERIES, WIDTH) float32 if ATOMIC, else (B, L, QUERIES, WIDTH); or None
-    g_ptr,  # (B, QUERIES, WIDTH): upstream rows of the queries; or None
-    g_states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH): states of g for κ_q
+    # Backward: upstream rows of the queries and their states for κ_q, and gradients.
+    g_ptr,  # (B, QUERIES, WIDTH), or None: none of what follows
+    g_states_ptr,  # (B, L, CHUNKS, STATE_ROWS, WIDTH)
     d_points_ptr,  # (B, L, N) float32: of the queries' points
     d_query_scale_ptr,  # (B, L, N) float32, or None
     d_mid_scale_ptr,  # (B, L, N) float32, or None
     totals_ptr,  # (B, L, CHUNKS) float32, or None: ⟨g, plan x⟩ without the weight
     d_inv_bandwidth_ptr,  # (B, L, CHUNKS) float32, or None: what each chunk adds to it
+    # Sizes of the problem and of chunks; `primitives.py` says what they are.
     N, KEYS, QUERIES, HEADS, L, CHUNKS, START, COUNT, D8, D: tl.constexpr, COMPLEX: tl.constexpr,
-    ROWS: tl.constexpr, ATOMIC: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr,
+    STATE_ROWS: tl.constexpr, ATOMIC: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr,
     SPAN: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Adds the plan of one slice, applied to the rows x of the keys, to the rows of the queries.
@@ -125,17 +201,13 @@ def apply_kernel(
     n = begin + tl.arange(0, C)
     ranks = pair * N
     x_ptr += head * KEYS * WIDTH
-    if key_scale_ptr is not None:
-        key_scale_ptr += ranks
-    if query_scale_ptr is not None:
-        query_scale_ptr += ranks
-    if ROWS > 0:
-        x_states_ptr += pair * CHUNKS * ROWS * WIDTH
-        w_states_ptr += pair * CHUNKS * ROWS * WIDTH
-    if g_ptr is not None:
-        g_ptr += head * QUERIES * WIDTH
-        if ROWS > 0:
-            g_states_ptr += pair * CHUNKS * ROWS * WIDTH
+    key_scale_ptr = moved(key_scale_ptr, ranks)
+    query_scale_ptr = moved(query_scale_ptr, ranks)
+    states = pair * CHUNKS * STATE_ROWS * WIDTH
+    x_states_ptr = moved(x_states_ptr, states)
+    w_states_ptr = moved(w_states_ptr, states)
+    g_ptr = moved(g_ptr, head * QUERIES * WIDTH)
+    g_states_ptr = moved(g_states_ptr, states)
     # All loads come first: the compiler does not move loads across tensor core products.
     k_tokens, k_points, k_first, k_last = load_side(
         key_points_ptr + ranks, key_order_ptr + ranks, begin, N, C, EVEN
@@ -146,10 +218,12 @@ def apply_kernel(
     mid_scale = load_ranks(mid_scale_ptr + ranks, n, N, EVEN)
     inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
     weight = tl.load(weight_ptr + pair)
-    early, late = weight, 1.0  # W has the weight, and its states get it
-    if totals_ptr is not None:  # which are wanted without it
-        early, late = 1.0, weight
-    early_mid_scale = mid_scale * early
+    # W has the weight, and so do its states where they are read. Only totals are wanted without
+    # it: then it multiplies results instead.
+    w_weight, result_weight = weight, 1.0
+    if totals_ptr is not None:
+        w_weight, result_weight = 1.0, weight
+    w_scale = mid_scale * w_weight
     fp32_rows: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     slope = tl.zeros((C,), tl.float32)
     mid_dots = tl.zeros((C,), tl.float32)
@@ -158,76 +232,61 @@ def apply_kernel(
     for start in tl.range(0, WIDTH, BLOCK_D, num_stages=1):
         d = start + tl.arange(0, BLOCK_D)
         x = load_rows(x_ptr, key_scale_ptr, k_tokens, n, N, d, WIDTH, EVEN)
-        x_states = load_states(x_states_ptr, chunk, d, WIDTH, ROWS)
-        w_states = load_states(w_states_ptr, chunk, d, WIDTH, ROWS)
+        x_states = load_states(x_states_ptr, chunk, d, WIDTH, STATE_ROWS)
+        w_states = load_states(w_states_ptr, chunk, d, WIDTH, STATE_ROWS)
         if g_ptr is not None:
             g = to_wide_range(load_rows(g_ptr, query_scale_ptr, q_tokens, n, N, d, WIDTH, EVEN))
-            g_states = load_states(g_states_ptr, chunk, d, WIDTH, ROWS)
-        kappa, _ = chunk_kernel(k_points, k_first, k_last, x, inv_bandwidth, COMPLEX, fp32_rows)
-        read = read_coefficients(
-            TABLE, k_points, k_first, k_last, inv_bandwidth, x, x_states, COMPLEX, ROWS
+            g_states = load_states(g_states_ptr, chunk, d, WIDTH, STATE_ROWS)
+        kappa, _, read = kappa_at(
+            TABLE, k_points, k_first, k_last, inv_bandwidth, x, x_states, COMPLEX, STATE_ROWS
         )
-        w = apply_sorted_kernel(kappa, x, read, x_states, COMPLEX, ROWS)
-        w = (w * early_mid_scale[:, None]).to(to_wide_range(x).dtype)
-        kappa, gap = chunk_kernel(q_points, q_first, q_last, x, inv_bandwidth, COMPLEX, fp32_rows)
-        read = read_coefficients(
-            TABLE, q_points, q_first, q_last, inv_bandwidth, x, x_states, COMPLEX, ROWS
+        w = times_kappa(kappa, x, read, x_states, COMPLEX, STATE_ROWS)
+        w = (w * w_scale[:, None]).to(to_wide_range(x).dtype)
+        kappa, gap, read = kappa_at(
+            TABLE, q_points, q_first, q_last, inv_bandwidth, x, x_states, COMPLEX, STATE_ROWS
         )
         if g_ptr is not None:
-            m = transposed_product(w, g)
-            if d_mid_scale_ptr is not None:
-                mid_dots += tl.sum(kappa * m, 1)
-            if d_query_scale_ptr is None:
-                m = transposed_product(g, w, m)
-            slope_here, force_gap = chunk_forces(kappa, gap, m, d_inv_bandwidth_ptr, COMPLEX)
-            slope += slope_here
-            if d_inv_bandwidth_ptr is not None:  # a pair is seen from both sides
-                d_inv_bandwidth -= force_gap * (0.5 / gap_unit(inv_bandwidth, COMPLEX))
-            if d_query_scale_ptr is not None:
-                # Mᵀ is not added to M: its rows are needed separately, and M and the sum would not
-                # fit in registers together.
-                m = transposed_product(g, w)
-                query_dots += tl.sum(kappa * m, 1)
-                slope_here, force_gap = chunk_forces(kappa, gap, m, d_inv_bandwidth_ptr, COMPLEX)
-                slope += slope_here
-                if d_inv_bandwidth_ptr is not None:
-                    d_inv_bandwidth -= force_gap * (0.5 / gap_unit(inv_bandwidth, COMPLEX))
-            if ROWS > 0:
-                far = times_states(w, g_states, COMPLEX)
+            slope, mid_dots, query_dots, d_inv_bandwidth = add_chunk_gradients(
+                slope, mid_dots, query_dots, d_inv_bandwidth, w, g, kappa, gap, inv_bandwidth,
+                d_mid_scale_ptr, d_query_scale_ptr, d_inv_bandwidth_ptr, COMPLEX,
+            )  # fmt: skip
+            if STATE_ROWS > 0:  # pairs with ranks of other chunks, through their states
+                w_dots = times_states(w, g_states, COMPLEX)
                 if d_mid_scale_ptr is not None:
-                    mid_dots += tl.sum(read * far, 1)
-                behind = times_states(g, w_states, COMPLEX) * early
+                    mid_dots += tl.sum(read * w_dots, 1)
+                g_dots = times_states(g, w_states, COMPLEX) * w_weight
                 if d_query_scale_ptr is not None:
-                    query_dots += tl.sum(read * behind, 1)
+                    query_dots += tl.sum(read * g_dots, 1)
                 slopes = state_coefficients(
-                    TABLE, q_points, q_first, q_last, inv_bandwidth, "slope", COMPLEX, ROWS,
+                    TABLE, q_points, q_first, q_last, inv_bandwidth, "slope", COMPLEX, STATE_ROWS,
                     fp32_rows,
                 )  # fmt: skip
-                pull = slopes * (far + behind)
+                pull = slopes * (w_dots + g_dots)
                 slope += tl.sum(pull, 1)
                 if d_inv_bandwidth_ptr is not None:
                     before = point_at(query_points_ptr + ranks, begin - 1, N)
-                    distances = distances_in_chunk(q_points, before, q_last, COMPLEX, ROWS)
+                    distances = distances_in_chunk(q_points, before, q_last, COMPLEX, STATE_ROWS)
                     d_inv_bandwidth += tl.sum(pull * distances, 1)
         if out_ptr is not None:
-            y = apply_sorted_kernel(kappa, w, read * early, w_states, COMPLEX, ROWS)
+            y = times_kappa(kappa, w, read * w_weight, w_states, COMPLEX, STATE_ROWS)
             add_rows(
-                out_ptr, query_scale_ptr, y * late, q_tokens, pair, head, n, N, QUERIES, d, WIDTH,
-                ATOMIC, EVEN,
+                out_ptr, query_scale_ptr, y * result_weight, q_tokens, pair, head, n, N, QUERIES, d,
+                WIDTH, ATOMIC, EVEN,
             )  # fmt: skip
     if g_ptr is not None:
         inside = n < N
-        tl.store(d_points_ptr + ranks + n, slope * (late * inv_bandwidth), mask=inside)
+        tl.store(d_points_ptr + ranks + n, slope * (result_weight * inv_bandwidth), mask=inside)
         if d_query_scale_ptr is not None:
             query_scale = tl.load(query_scale_ptr + n, mask=inside, other=0.0)
-            d_query_scale = safe_divide(query_dots * late, query_scale)
+            d_query_scale = safe_divide(query_dots * result_weight, query_scale)
             tl.store(d_query_scale_ptr + ranks + n, d_query_scale, mask=inside)
         if totals_ptr is not None:
             tl.store(totals_ptr + pair * CHUNKS + chunk, tl.sum(mid_dots, 0))
         if d_inv_bandwidth_ptr is not None:
-            tl.store(d_inv_bandwidth_ptr + pair * CHUNKS + chunk, tl.sum(d_inv_bandwidth, 0) * late)
+            to = d_inv_bandwidth_ptr + pair * CHUNKS + chunk
+            tl.store(to, tl.sum(d_inv_bandwidth, 0) * result_weight)
         if d_mid_scale_ptr is not None:
-            d_mid_scale = safe_divide(mid_dots * late, mid_scale)
+            d_mid_scale = safe_divide(mid_dots * result_weight, mid_scale)
             tl.store(d_mid_scale_ptr + ranks + n, d_mid_scale, mask=inside)
 
 
@@ -244,11 +303,11 @@ def cross_kernel(
     mid_scale_ptr,  # (B, L, N) float32
     TABLE: tl.constexpr,
     inv_bandwidth_ptr,  # (B,) float32
-    x_states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH): states of x for κ_k
+    x_states_ptr,  # (B, L, CHUNKS, STATE_ROWS, WIDTH): states of x for κ_k
     g_states_ptr,  # likewise, of g for κ_q
     totals_ptr,  # (B, L, CHUNKS) float32
     N, KEYS, QUERIES, HEADS, L, CHUNKS, START, COUNT, D8, D: tl.constexpr, COMPLEX: tl.constexpr,
-    ROWS: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr, SPAN: tl.constexpr,
+    STATE_ROWS: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr, SPAN: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
     """``⟨g, plan x⟩ = Σ_n mid_scale_n (κ_k x)_n · (κ_q g)_n``, one partial sum per chunk."""
@@ -259,13 +318,11 @@ def cross_kernel(
     ranks = pair * N
     x_ptr += head * KEYS * WIDTH
     g_ptr += head * QUERIES * WIDTH
-    if key_scale_ptr is not None:
-        key_scale_ptr += ranks
-    if query_scale_ptr is not None:
-        query_scale_ptr += ranks
-    if ROWS > 0:
-        x_states_ptr += pair * CHUNKS * ROWS * WIDTH
-        g_states_ptr += pair * CHUNKS * ROWS * WIDTH
+    key_scale_ptr = moved(key_scale_ptr, ranks)
+    query_scale_ptr = moved(query_scale_ptr, ranks)
+    states = pair * CHUNKS * STATE_ROWS * WIDTH
+    x_states_ptr = moved(x_states_ptr, states)
+    g_states_ptr = moved(g_states_ptr, states)
     k_tokens, k_points, k_first, k_last = load_side(
         key_points_ptr + ranks, key_order_ptr + ranks, begin, N, C, EVEN
     )
@@ -274,24 +331,21 @@ def cross_kernel(
     )
     mid_scale = load_ranks(mid_scale_ptr + ranks, n, N, EVEN)
     inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
-    fp32_rows: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     mid_dots = tl.zeros((C,), tl.float32)
     for start in tl.range(0, WIDTH, BLOCK_D, num_stages=1):
         d = start + tl.arange(0, BLOCK_D)
         x = load_rows(x_ptr, key_scale_ptr, k_tokens, n, N, d, WIDTH, EVEN)
         g = load_rows(g_ptr, query_scale_ptr, q_tokens, n, N, d, WIDTH, EVEN)
-        x_states = load_states(x_states_ptr, chunk, d, WIDTH, ROWS)
-        g_states = load_states(g_states_ptr, chunk, d, WIDTH, ROWS)
-        kappa, _ = chunk_kernel(k_points, k_first, k_last, x, inv_bandwidth, COMPLEX, fp32_rows)
-        read = read_coefficients(
-            TABLE, k_points, k_first, k_last, inv_bandwidth, x, x_states, COMPLEX, ROWS
+        x_states = load_states(x_states_ptr, chunk, d, WIDTH, STATE_ROWS)
+        g_states = load_states(g_states_ptr, chunk, d, WIDTH, STATE_ROWS)
+        kappa, _, read = kappa_at(
+            TABLE, k_points, k_first, k_last, inv_bandwidth, x, x_states, COMPLEX, STATE_ROWS
         )
-        y = apply_sorted_kernel(kappa, x, read, x_states, COMPLEX, ROWS)
-        kappa, _ = chunk_kernel(q_points, q_first, q_last, x, inv_bandwidth, COMPLEX, fp32_rows)
-        read = read_coefficients(
-            TABLE, q_points, q_first, q_last, inv_bandwidth, x, x_states, COMPLEX, ROWS
+        y = times_kappa(kappa, x, read, x_states, COMPLEX, STATE_ROWS)
+        kappa, _, read = kappa_at(
+            TABLE, q_points, q_first, q_last, inv_bandwidth, x, x_states, COMPLEX, STATE_ROWS
         )
-        z = apply_sorted_kernel(kappa, g, read, g_states, COMPLEX, ROWS)
+        z = times_kappa(kappa, g, read, g_states, COMPLEX, STATE_ROWS)
         mid_dots += tl.sum(y * z, 1)
     tl.store(totals_ptr + pair * CHUNKS + chunk, tl.sum(mid_dots * mid_scale, 0))
 
@@ -308,20 +362,28 @@ class PlanGradients(NamedTuple):
     query_scale: Tensor | None
 
     @staticmethod
-    def new(plan: Plan, ranked: Tensor, weight: bool, inv_bandwidth: bool) -> PlanGradients:
-        """Those by rank in `ranked`, (3 or 5, batch, L, ranks), and others that are requested.
+    def new(
+        plan: Plan, scales: bool, weight: bool, inv_bandwidth: bool
+    ) -> tuple[Tensor, PlanGradients]:
+        """All those by rank as one tensor, (3 or 5, batch, L, ranks), and the buffers in it; with
+        others that are requested.
 
-        In the order of the queries' points, the keys' points, with five the scales of either, and
-        the scale between them.
+        In the order of the queries' points, the keys' points, if requested the `scales` of queries
+        and of keys, and the scale between them.
         """
         like, shape = plan.key_points, plan.key_points.shape[:2]
-        query_points, key_points, *scales, mid_scale = ranked.unbind(0)
-        query_scale, key_scale = scales or (None, None)
-        return PlanGradients(
+        ranked = like.new_empty(5 if scales else 3, *like.shape)
+        query_points, key_points, *of_sides, mid_scale = ranked.unbind(0)
+        query_scale, key_scale = of_sides or (None, None)
+        return ranked, PlanGradients(
             like.new_empty(shape) if weight else None,
             like.new_empty(shape) if inv_bandwidth else None,
             query_points, key_points, mid_scale, key_scale, query_scale,
         )  # fmt: skip
+
+    def summed_inv_bandwidth(self) -> Tensor | None:
+        """The gradient of the inverse bandwidth over all slices, (batch,)."""
+        return None if self.inv_bandwidth is None else self.inv_bandwidth.sum(-1)
 
     def part(self, group: Group | None) -> PlanGradients:
         """The buffers of some slices of some heads."""
@@ -456,14 +518,16 @@ def _apply_launches(
 ) -> list[Launch]:
     rows = chunks.state_rows(ties)
     return chunks.launches(
-        apply_kernel, name, width, KEYS=keys, QUERIES=queries, ROWS=rows, ATOMIC=atomic
+        apply_kernel, name, width, KEYS=keys, QUERIES=queries, STATE_ROWS=rows, ATOMIC=atomic
     )
 
 
 @once
 def _cross_launches(chunks: Chunks, keys: int, queries: int, width: int) -> list[Launch]:
     rows = chunks.state_rows(ties=False)
-    return chunks.launches(cross_kernel, "cross", width, KEYS=keys, QUERIES=queries, ROWS=rows)
+    return chunks.launches(
+        cross_kernel, "cross", width, KEYS=keys, QUERIES=queries, STATE_ROWS=rows
+    )
 
 
 Kernels = PlanKernels | NarrowPlanKernels

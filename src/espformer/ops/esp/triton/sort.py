@@ -1,7 +1,6 @@
-"""Points of every slice in rank order: projected, sorted, and in units of their spread.
+"""Rows of words, sorted: points, each packed with the index of its token.
 
-The torch twins are :func:`espformer.ops.esp.linear.sort_tokens` and
-:func:`espformer.ops.esp.problem.spread`.
+The torch twin is a stable ``torch.sort``.
 
 If the lower bits of negative floats are flipped, floats keep their order as signed integers. Such
 an integer in the upper bits and the index of the token in the lower bits form one *word*. Sorting
@@ -9,35 +8,15 @@ words is stable by construction, and both parts are recovered by shifting. A poi
 an index of 16 makes an int32, all others an int64 (a *wide* word): points of float32, points that
 are projected on a slice, sequences of more than 65,536 tokens.
 
-A short row of such words is sorted by one program, in the registers of a warp. Long rows are sorted
-in runs of RUN words, and neighbouring runs are merged until one is left. A program of a merge
+A short row of such words is sorted by one program, in the registers of a warp (:func:`sort_words`,
+which kernels of `points.py` and `hard_plan.py` call). Long rows are sorted in runs of RUN words,
+and neighbouring runs are merged until one is left (:func:`sort_rows`). A program of a merge
 computes RUN words of the result: it finds where they begin in each run, takes RUN words from both,
 and keeps the smaller ones.
-
-**Forward**, for rows of at most 1024 tokens two launches: one makes the points ``p = scale · Θ x``,
-as words, one sorts them and divides them by their spread. Longer rows are sorted in runs, and
-divided by a launch of their own, for which points are in order: the largest are the two ends, and
-measured from the one in the middle, which is within a spread of the mean, one pass finds both mean
-and variance.
-
-**Backward.** With ``y = p / s``, s the standard deviation of the n points that take part,
-
-    dp_i = (g_i - (Σ_j g_j y_j) (y_i - ȳ) / n) / s,
-
-without the second term where the points have no spread. By token it is the gradient of the tokens
-themselves if slices are axes; else
-
-    dx_n = scale · Σ_l dp_ln θ_l,     dθ_l = scale · Σ_n dp_ln x_n.
-
-Queries and keys of one shape are sorted by the same launches, as twice as many heads.
-
-- ``espformer::rank_points``: sorted points and the token at each rank, of one side;
-- ``espformer::match_points``: the key that each query meets in a hard plan.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,14 +25,111 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from espformer.ops.common.custom_op import operator
-from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2, width_arguments
-from espformer.ops.esp.triton.primitives import load_one_of_two, store_one_of_two
+from espformer.ops.common.triton import Launch, ceil_div, once, power_of_2
 
 MOST_TOKENS = 1 << 16  # whose index has 16 bits
 # Words that one warp sorts or merges. More warps would have to exchange words through shared
 # memory.
 RUN = 1024
+
+
+@dataclass(frozen=True)
+class Words:
+    """The format of the words that represent points, as kernel arguments."""
+
+    bits: int  # of a point
+    half: torch.dtype  # of a point alone
+    whole: torch.dtype
+    point: Any  # of Triton: what 16-bit points are
+    infinity: int
+    packed_scale: float  # what points are multiplied by before they are sorted
+    unpacked_scale: float  # and after
+
+    @staticmethod
+    def of(dtype: torch.dtype, tokens: int, projected: bool, scale: float) -> Words:
+        """Int32 words for 16-bit points of short sequences; wide words for float32 or projected
+        points and long sequences.
+        """
+        half = dtype in (torch.bfloat16, torch.float16)
+        if half and not projected and tokens <= MOST_TOKENS and scale > 0:
+            brain = dtype == torch.bfloat16
+            point, infinity = (tl.bfloat16, 0x7F80) if brain else (tl.float16, 0x7C00)
+            return Words(16, torch.int16, torch.int32, point, infinity, 1.0, scale)
+        infinity = 0x7F800000
+        return Words(32, torch.int32, torch.int64, tl.float32, infinity, scale, 1.0)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"BITS": self.bits, "INFINITY": self.infinity}
+
+
+# The point takes the upper BITS of a word, the token the lower ones.
+@triton.jit
+def flip_negative(bits, BITS: tl.constexpr):
+    """The lower bits of negative integers flipped: floats to integers in their order, and back."""
+    return tl.where(bits < 0, bits ^ ((1 << (BITS - 1)) - 1), bits)
+
+
+@triton.jit
+def sortable(x, present, BITS: tl.constexpr):
+    """Floats as int32 in the same order; padding is larger than all floats, including NaN."""
+    x = x + 0.0  # minus zero is zero
+    if BITS == 32:
+        bits = x.to(tl.int32, bitcast=True)
+    else:
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32)
+    last: tl.constexpr = (1 << (BITS - 1)) - 1
+    return tl.where(present, tl.minimum(flip_negative(bits, BITS), last - 1), last)
+
+
+@triton.jit
+def make_words(bits, n, BITS: tl.constexpr):
+    """Points above the indices of their tokens."""
+    if BITS == 32:
+        return (bits.to(tl.int64) << 32) | n.to(tl.int64)
+    else:
+        return (bits.to(tl.int32) << 16) | n
+
+
+@triton.jit
+def word_index(words, BITS: tl.constexpr):
+    """The tokens of words."""
+    return (words & ((1 << BITS) - 1)).to(tl.int32)
+
+
+@triton.jit
+def word_point(words, BITS: tl.constexpr, POINT: tl.constexpr):
+    """The points of words, in float32."""
+    bits = flip_negative((words >> BITS).to(tl.int32), BITS)
+    if BITS == 32:
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return bits.to(tl.int16).to(POINT, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def store_words(to, bits, n, mask, BITS: tl.constexpr):
+    """Stores whole words if they must carry the index of the token, otherwise only the points."""
+    whole: tl.constexpr = to.dtype.element_ty.primitive_bitwidth == 2 * BITS
+    if whole:
+        tl.store(to, make_words(bits, n, BITS), mask=mask)
+    else:
+        tl.store(to, bits.to(to.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def is_infinite(lowest, highest, BITS: tl.constexpr, INFINITY: tl.constexpr):
+    """Whether the smallest or the largest word holds an infinity or NaN."""
+    return ((highest >> BITS) >= INFINITY) | ((lowest >> BITS) <= ~INFINITY)
+
+
+@triton.jit
+def any_infinite(words, BITS: tl.constexpr, INFINITY: tl.constexpr):
+    """Whether any word that is not padding holds an infinity or NaN."""
+    least_padding: tl.constexpr = ((1 << (BITS - 1)) - 1) << BITS
+    lowest = tl.min(words, 0)
+    highest = tl.max(tl.where(words < least_padding, words, lowest), 0)
+    return (lowest < least_padding) & is_infinite(lowest, highest, BITS, INFINITY)
 
 
 @triton.jit
@@ -184,6 +260,17 @@ def sort_config(tokens: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def merge_config() -> dict[str, Any]:
+    """Launch configuration for merging: as many words as a program sorts."""
+    config = sort_config(RUN)
+    return {name: config[name] for name in ("BLOCK", "DIMS", "num_warps")}
+
+
+def in_one_run(tokens: int) -> bool:
+    """Whether one program sorts a row of so many words."""
+    return tokens <= RUN
+
+
 def sort_rows(words: Tensor, runs: int = 1) -> tuple[Tensor, int]:
     """Rows of words, sorted in at most `runs` runs, and the length of a run; `words` is
     overwritten.
@@ -208,720 +295,3 @@ def _sort_runs(rows: int, tokens: int) -> Launch:
 def _merge_runs(rows: int, tokens: int, length: int) -> Launch:
     grid = rows, ceil_div(tokens, RUN)
     return Launch(merge_runs_kernel, grid, N=tokens, LENGTH=length, **merge_config())
-
-
-def merge_config() -> dict[str, Any]:
-    """Launch configuration for merging: as many words as a program sorts."""
-    config = sort_config(RUN)
-    return {name: config[name] for name in ("BLOCK", "DIMS", "num_warps")}
-
-
-# The point takes the upper BITS of a word, the token the lower ones.
-@triton.jit
-def flip_negative(bits, BITS: tl.constexpr):
-    """The lower bits of negative integers flipped: floats to integers in their order, and back."""
-    return tl.where(bits < 0, bits ^ ((1 << (BITS - 1)) - 1), bits)
-
-
-@triton.jit
-def sortable(x, present, BITS: tl.constexpr):
-    """Floats as int32 in the same order; padding is larger than all floats, including NaN."""
-    x = x + 0.0  # minus zero is zero
-    if BITS == 32:
-        bits = x.to(tl.int32, bitcast=True)
-    else:
-        bits = x.to(tl.int16, bitcast=True).to(tl.int32)
-    last: tl.constexpr = (1 << (BITS - 1)) - 1
-    return tl.where(present, tl.minimum(flip_negative(bits, BITS), last - 1), last)
-
-
-@triton.jit
-def make_words(bits, n, BITS: tl.constexpr):
-    """Points above the indices of their tokens."""
-    if BITS == 32:
-        return (bits.to(tl.int64) << 32) | n.to(tl.int64)
-    else:
-        return (bits.to(tl.int32) << 16) | n
-
-
-@triton.jit
-def word_index(words, BITS: tl.constexpr):
-    """The tokens of words."""
-    return (words & ((1 << BITS) - 1)).to(tl.int32)
-
-
-@triton.jit
-def word_point(words, BITS: tl.constexpr, POINT: tl.constexpr):
-    """The points of words, in float32."""
-    bits = flip_negative((words >> BITS).to(tl.int32), BITS)
-    if BITS == 32:
-        return bits.to(tl.float32, bitcast=True)
-    else:
-        return bits.to(tl.int16).to(POINT, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def store_words(to, bits, n, mask, BITS: tl.constexpr):
-    """Stores whole words if they must carry the index of the token, otherwise only the points."""
-    whole: tl.constexpr = to.dtype.element_ty.primitive_bitwidth == 2 * BITS
-    if whole:
-        tl.store(to, make_words(bits, n, BITS), mask=mask)
-    else:
-        tl.store(to, bits.to(to.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def pack_kernel(
-    x_ptr,  # (B, N, D) floats
-    y_ptr,  # likewise, or None
-    mask_ptr,  # (B, N) bytes, if MASKED
-    out_ptr,  # (1 or 2, B, D, STRIDE) words, or halves of them
-    N, D, STRIDE, scale, BITS: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Columns of floats to rows of integers in the same order, x's and then y's.
-
-    Whole words carry the index of the token; for half words the position is the index. Wide words
-    are made from `scale` times the floats.
-    """
-    batch = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    d = tl.arange(0, BLOCK_D)
-    inside = (n[:, None] < N) & (d[None, :] < D)
-    at = (batch * N + n[:, None]) * D + d[None, :]
-    x = load_one_of_two(x_ptr, y_ptr, tl.program_id(2) == 1, at, inside)
-    if BITS == 32:
-        x = x.to(tl.float32) * scale
-    present = n < N
-    if MASKED:
-        present &= tl.load(mask_ptr + batch * N + n, mask=n < N, other=0) != 0
-    row = (tl.program_id(2) * tl.num_programs(0) + batch) * D + d[None, :]
-    mask = (n[:, None] < STRIDE) & (d[None, :] < D)
-    bits = sortable(x, present[:, None], BITS)
-    store_words(out_ptr + row * STRIDE + n[:, None], bits, n[:, None], mask, BITS)
-
-
-@triton.jit(do_not_specialize=("D8", "L"))
-def project_kernel(
-    x_ptr,  # (B, N, WIDTH) floats
-    y_ptr,  # likewise, or None
-    slices_ptr,  # (B or 1, L, WIDTH) float32
-    mask_ptr,  # (B, N) bytes, if MASKED
-    out_ptr,  # (1 or 2, B, L, STRIDE) int64 words, or their upper halves
-    N, L, STRIDE, scale, D8, D: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
-    SLICES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """:func:`pack_kernel` for ``scale · ⟨x, θ⟩`` on every slice θ: columns that are made first.
-
-    Products are added in float32, in the registers of a few neighbouring threads.
-    """
-    WIDTH = D if D > 0 else D8 * 8
-    batch = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    d = tl.arange(0, BLOCK_D)
-    inside = (n[:, None] < N) & (d[None, :] < WIDTH)
-    at = (batch * N + n[:, None]) * WIDTH + d[None, :]
-    x = load_one_of_two(x_ptr, y_ptr, tl.program_id(2) == 1, at, inside)
-    x = x.to(tl.float32) * scale
-    present = n < N
-    if MASKED:
-        present &= tl.load(mask_ptr + batch * N + n, mask=n < N, other=0) != 0
-    if not SHARED:
-        slices_ptr += batch * L * WIDTH
-    out_ptr += (tl.program_id(2) * tl.num_programs(0) + batch) * L * STRIDE
-    for start in range(0, L, SLICES):  # the loads of these slices are independent
-        for i in tl.static_range(SLICES):
-            l = start + i
-            theta = tl.load(slices_ptr + l * WIDTH + d, mask=(d < WIDTH) & (l < L), other=0.0)
-            bits = sortable(tl.sum(x * theta[None, :], 1), present, 32)
-            store_words(out_ptr + l * STRIDE + n, bits, n, (n < STRIDE) & (l < L), 32)
-
-
-@triton.jit
-def is_infinite(lowest, highest, BITS: tl.constexpr, INFINITY: tl.constexpr):
-    """Whether the smallest or the largest word holds an infinity or NaN."""
-    return ((highest >> BITS) >= INFINITY) | ((lowest >> BITS) <= ~INFINITY)
-
-
-@triton.jit
-def any_infinite(words, BITS: tl.constexpr, INFINITY: tl.constexpr):
-    """Whether any word that is not padding holds an infinity or NaN."""
-    least_padding: tl.constexpr = ((1 << (BITS - 1)) - 1) << BITS
-    lowest = tl.min(words, 0)
-    highest = tl.max(tl.where(words < least_padding, words, lowest), 0)
-    return (lowest < least_padding) & is_infinite(lowest, highest, BITS, INFINITY)
-
-
-@triton.jit(do_not_specialize=("L", "HEADS"))
-def rank_kernel(
-    bits_ptr,  # (B, L, BLOCK): halves of words
-    lengths_ptr,  # (HEADS,) int32, if MASKED
-    points_ptr,  # (B, L, N) float32
-    order_ptr,  # (B, L, N) int32
-    spread_ptr,  # (B, L) float32, or None
-    N, L, HEADS, scale, LEAST_SIZE: tl.constexpr, LEAST_SHARE: tl.constexpr, BITS: tl.constexpr,
-    POINT: tl.constexpr, INFINITY: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr, VECTORS: tl.constexpr, DIMS: tl.constexpr, HELD: tl.constexpr,
-):  # fmt: skip
-    """Sorts rows of points, and divides them by their spread if there is one; padding repeats the
-    last real point.
-
-    B is HEADS, or twice that: the keys of all heads follow the queries, and have their lengths.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.arange(0, BLOCK)
-    word = make_words(tl.load(bits_ptr + row * BLOCK + n), n, BITS)
-    bad = any_infinite(word, BITS, INFINITY)
-    word = sort_words(word, BLOCK, VECTOR, VECTORS, DIMS, HELD)
-    tl.store(order_ptr + row * N + n, word_index(word, BITS), mask=n < N)
-    length = N
-    if MASKED:
-        length = tl.load(lengths_ptr + row // L % HEADS)
-        last = tl.maximum(length - 1, 0)
-        end = tl.max(tl.where(n == last, word, -last_word(word.dtype)), 0)
-        word = tl.where(n < last, word, end)
-    x = decode_points(word, bad, length, scale, BITS, POINT)
-    if spread_ptr is not None:
-        here = n < length
-        count = tl.maximum(length, 1)
-        size = tl.maximum(tl.max(tl.where(here, tl.abs(x), 0.0), 0), LEAST_SIZE)
-        share = tl.where(here, x / size, 0.0)
-        centred = tl.where(here, share - tl.sum(share, 0) / count, 0.0)
-        spread = spread_of(tl.sum(centred * centred, 0) / count, size, LEAST_SHARE)
-        tl.store(spread_ptr + row, spread)
-        x /= spread
-    tl.store(points_ptr + row * N + n, x, mask=n < N)
-
-
-@triton.jit
-def spread_of(variance, size, LEAST_SHARE: tl.constexpr):
-    """The spread, from a variance relative to the largest point; the largest point if there is no
-    spread.
-    """
-    return size * tl.where(variance > LEAST_SHARE * LEAST_SHARE, tl.sqrt(variance), 1.0)
-
-
-@triton.jit
-def decode_points(word, bad, length, scale, BITS: tl.constexpr, POINT: tl.constexpr):
-    """The points of words; all NaN if the row contains NaN, and zero if the row is empty."""
-    x = word_point(word, BITS, POINT) * scale
-    x = tl.where(bad, float("nan"), x)
-    return tl.where(length > 0, x, 0.0)
-
-
-@triton.jit(do_not_specialize=("L", "HEADS"))
-def unpack_kernel(
-    words_ptr,  # (B, L, N) words, sorted
-    lengths_ptr,  # (HEADS,) int32, if MASKED
-    points_ptr,  # (B, L, N) float32
-    order_ptr,  # (B, L, N) int32
-    N, L, HEADS, scale, BITS: tl.constexpr, POINT: tl.constexpr, INFINITY: tl.constexpr,
-    MASKED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Sorted words to points and tokens, as `rank_kernel` leaves them without a spread."""
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    word = tl.load(words_ptr + row * N + n, mask=n < N, other=0)
-    tl.store(order_ptr + row * N + n, word_index(word, BITS), mask=n < N)
-    length = N
-    if MASKED:
-        length = tl.load(lengths_ptr + row // L % HEADS)
-    last = tl.maximum(length - 1, 0)
-    end = tl.load(words_ptr + row * N + last)
-    bad = is_infinite(tl.load(words_ptr + row * N), end, BITS, INFINITY)
-    x = decode_points(tl.where(n < last, word, end), bad, length, scale, BITS, POINT)
-    tl.store(points_ptr + row * N + n, x, mask=n < N)
-
-
-@triton.jit(do_not_specialize=("ROWS",))
-def match_kernel(
-    bits_ptr,  # (2, B, L, BLOCK), halves of words: queries, then keys
-    out_ptr,  # (B, L, N) int32
-    weight_ptr,  # (B, L) float32
-    N, ROWS, weight, BITS: tl.constexpr, INFINITY: tl.constexpr, BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr, VECTORS: tl.constexpr, DIMS: tl.constexpr, HELD: tl.constexpr,
-):  # fmt: skip
-    """Sorts a row of queries and one of keys: ``out[token of a query] = key of the same rank``."""
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.arange(0, BLOCK)
-    bad = False
-    keys = make_words(tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32), BITS)
-    queries = make_words(
-        tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32), BITS
-    )  # not `keys`: the compiler would not see it change below
-    for side in range(2):  # a loop, so that the code of the sort is compiled once
-        word = make_words(tl.load(bits_ptr + (side * ROWS + row) * BLOCK + n), n, BITS)
-        bad |= any_infinite(word, BITS, INFINITY)
-        queries = keys
-        keys = sort_words(word, BLOCK, VECTOR, VECTORS, DIMS, HELD)
-    query = word_index(queries, BITS)
-    tl.store(out_ptr + row * N + query, word_index(keys, BITS), mask=query < N)
-    tl.store(weight_ptr + row, tl.where(bad, float("nan"), weight))
-
-
-@triton.jit(do_not_specialize=("ROWS", "BLOCKS"))
-def match_runs_kernel(
-    words_ptr,  # (2, B, L, N) words, in sorted runs of LENGTH
-    out_ptr,  # (B, L, N) int32
-    weight_ptr,  # (B, L) float32
-    N, LENGTH, ROWS, BLOCKS, BITS: tl.constexpr, INFINITY: tl.constexpr, BLOCK: tl.constexpr,
-    DIMS: tl.constexpr,
-):  # fmt: skip
-    """`match_kernel` for rows of one or two sorted runs: those of all queries, then of all keys.
-
-    The weight becomes NaN if the row contains NaN. The order of programs is that of
-    `compose_kernel`.
-    """
-    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    start = tl.program_id(0) % BLOCKS * BLOCK
-    n = start + tl.arange(0, BLOCK)
-    queries = merged(words_ptr + row * N, start, N, LENGTH, BLOCK, DIMS)
-    keys = merged(words_ptr + (ROWS + row) * N, start, N, LENGTH, BLOCK, DIMS)
-    query = word_index(queries, BITS)
-    tl.store(out_ptr + row * N + query, word_index(keys, BITS), mask=n < N)
-    if any_infinite(queries, BITS, INFINITY) | any_infinite(keys, BITS, INFINITY):
-        tl.store(weight_ptr + row, float("nan"))
-
-
-@dataclass(frozen=True)
-class Words:
-    """The format of the words that represent points, as kernel arguments."""
-
-    bits: int  # of a point
-    half: torch.dtype  # of a point alone
-    whole: torch.dtype
-    point: Any  # of Triton: what 16-bit points are
-    infinity: int
-    packed_scale: float  # what points are multiplied by before they are sorted
-    unpacked_scale: float  # and after
-
-    @staticmethod
-    def of(dtype: torch.dtype, tokens: int, projected: bool, scale: float) -> Words:
-        """Int32 words for 16-bit points of short sequences; wide words for float32 or projected
-        points and long sequences.
-        """
-        half = dtype in (torch.bfloat16, torch.float16)
-        if half and not projected and tokens <= MOST_TOKENS and scale > 0:
-            brain = dtype == torch.bfloat16
-            point, infinity = (tl.bfloat16, 0x7F80) if brain else (tl.float16, 0x7C00)
-            return Words(16, torch.int16, torch.int32, point, infinity, 1.0, scale)
-        infinity = 0x7F800000
-        return Words(32, torch.int32, torch.int64, tl.float32, infinity, scale, 1.0)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return {"BITS": self.bits, "INFINITY": self.infinity}
-
-
-def blocks_of_tokens(tokens: int, width: int) -> int:
-    """At most so many blocks of tokens are packed, or projected, for one head."""
-    return _pack_config(width, power_of_2(max(1, tokens)), projected=True)[0]
-
-
-def _pack_config(width: int, stride: int, projected: bool) -> tuple[int, dict[str, Any]]:
-    block_d = power_of_2(width)
-    block_n = max(1, min(64, (4096 if projected else 8192) // block_d))
-    return ceil_div(stride, block_n), {"BLOCK_N": block_n, "BLOCK_D": block_d}
-
-
-def slices_at_once(count: int) -> int:
-    """The number of slices that a kernel projects on at once."""
-    return min(8, power_of_2(count))
-
-
-@dataclass(frozen=True)
-class Sides:
-    """The shape of what is sorted: one or two tensors of tokens on some slices."""
-
-    sides: int
-    shape: Shape  # (batch, N, m) of tokens
-    dtype: torch.dtype
-    slices: Shape | None  # (batch or 1, L, m); None means the axes
-    masked: bool
-    scale: float
-
-    @functools.cached_property
-    def count(self) -> int:
-        """Slices."""
-        return self.shape[-1] if self.slices is None else self.slices[-2]
-
-    @functools.cached_property
-    def rows(self) -> int:
-        """Rows of points of one side."""
-        return self.shape[0] * self.count
-
-    @functools.cached_property
-    def ranked(self) -> Shape:
-        """The shape of points and tokens by rank, one side's heads after the other's."""
-        return self.sides * self.shape[0], self.count, self.shape[1]
-
-    @functools.cached_property
-    def words(self) -> Words:
-        return Words.of(self.dtype, self.shape[1], self.slices is not None, self.scale)
-
-    @functools.cached_property
-    def at_once(self) -> bool:
-        """Whether one program sorts a row."""
-        return self.shape[1] <= RUN
-
-    @functools.cached_property
-    def packed(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of what is sorted: halves of words, padded, if that is done at once."""
-        stride = sort_config(self.shape[1])["BLOCK"] if self.at_once else self.shape[1]
-        dtype = self.words.half if self.at_once else self.words.whole
-        return (self.sides, self.shape[0], self.count, stride), dtype
-
-    @functools.cached_property
-    def pack(self) -> Launch:
-        """Makes every slice sortable integers."""
-        (batch, tokens, width), words = self.shape, self.words
-        stride = self.packed[0][-1]
-        blocks, config = _pack_config(width, stride, self.slices is not None)
-        config |= {
-            "N": tokens, "STRIDE": stride, "scale": words.packed_scale, "MASKED": self.masked
-        }  # fmt: skip
-        grid = batch, blocks, self.sides
-        if self.slices is None:
-            return Launch(pack_kernel, grid, D=width, BITS=words.bits, **config)
-        return Launch(
-            project_kernel, grid, L=self.count, SHARED=self.slices[0] == 1,
-            SLICES=slices_at_once(self.count), **width_arguments(width), **config,
-        )  # fmt: skip
-
-    @functools.cached_property
-    def rank(self) -> Launch:
-        """Sorts rows, at once or those that are sorted already, into points and tokens."""
-        tokens, words = self.shape[1], self.words
-        arguments = {
-            "N": tokens, "L": self.count, "HEADS": self.shape[0], "POINT": words.point,
-            "scale": words.unpacked_scale, "MASKED": self.masked, **words.arguments,
-        }  # fmt: skip
-        rows = self.sides * self.rows
-        if self.at_once:
-            return Launch(
-                rank_kernel, (rows,), LEAST_SIZE=LEAST_SIZE, LEAST_SHARE=LEAST_SHARE,
-                **arguments, **sort_config(tokens),
-            )  # fmt: skip
-        grid = rows, ceil_div(tokens, 1024)
-        return Launch(unpack_kernel, grid, **arguments, BLOCK=1024)
-
-    @functools.cached_property
-    def match(self) -> Launch:
-        """Finds which tokens of two sides have the same rank."""
-        tokens, words, rows = self.shape[1], self.words, self.rows
-        if self.at_once:
-            return Launch(
-                match_kernel, (rows,), N=tokens, ROWS=rows, weight=1 / self.count,
-                **words.arguments, **sort_config(tokens),
-            )  # fmt: skip
-        config, length = merge_config(), RUN
-        while 2 * length < tokens:
-            length *= 2
-        blocks = ceil_div(tokens, config["BLOCK"])
-        return Launch(
-            match_runs_kernel, (rows * blocks,), N=tokens, LENGTH=length, ROWS=rows, BLOCKS=blocks,
-            **words.arguments, **config,
-        )  # fmt: skip
-
-
-_sides = once(Sides)
-
-
-def _pack(
-    x: Tensor, y: Tensor | None, slices: Tensor | None, mask: Tensor | None, scale: float
-) -> tuple[Sides, Tensor]:
-    """Every slice of one or two (batch, N, m) tensors as sortable integers."""
-    along = None if slices is None else slices.shape
-    shape = _sides(1 if y is None else 2, x.shape, x.dtype, along, mask is not None, scale)
-    packed = torch.empty(shape.packed[0], device=x.device, dtype=shape.packed[1])
-    flags = None if mask is None else mask.view(torch.uint8)
-    if slices is None:
-        shape.pack(x, y, flags, packed)
-    else:
-        shape.pack(x, y, slices, flags, packed)
-    return shape, packed
-
-
-# As in `espformer.ops.esp.problem.spread`: the least size of points, and the least spread as a
-# share of it.
-LEAST_SIZE = torch.finfo(torch.float32).tiny ** 0.75
-LEAST_SHARE = 8 * torch.finfo(torch.float32).eps
-
-
-@operator("match_points")
-def match_points(
-    query: Tensor, key: Tensor, slices: Tensor | None, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The key of the same rank for every query and slice of (batch, N, m) tokens of one dtype.
-
-    Returns the matches, (batch, L, N) in int32, and the weights of a plain mean, (batch, L): one
-    over the number of slices, but NaN where the slice of the queries or the keys holds NaN or an
-    infinity. Padded tokens are the same on both sides and are matched with each other.
-    """
-    shape, packed = _pack(query, key, slices, mask, scale)
-    rows = query.shape[0], shape.count, query.shape[1]
-    matches = torch.empty(rows, device=query.device, dtype=torch.int32)
-    weights = torch.empty(rows[:2], device=query.device, dtype=torch.float32)
-    if not shape.at_once:
-        packed, _ = sort_rows(packed, runs=2)
-        weights.fill_(1 / shape.count)
-    shape.match(packed, matches, weights)
-    return matches, weights
-
-
-@match_points.register_fake
-def _(
-    query: Tensor, key: Tensor, slices: Tensor | None, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    batch, tokens, width = query.shape
-    count = width if slices is None else slices.shape[-2]
-    matches = query.new_empty((batch, count, tokens), dtype=torch.int32)
-    return matches, query.new_empty((batch, count), dtype=torch.float32)
-
-
-@triton.jit
-def mean_and_variance(points_ptr, length, size, N, BLOCK: tl.constexpr):
-    """The middle one of the first `length` points, and their mean and variance relative to it.
-
-    In units of `size`.
-    """
-    middle = tl.load(points_ptr + length // 2)
-    sums = tl.zeros((BLOCK,), tl.float32)
-    squares = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, length, BLOCK):
-        n = start + tl.arange(0, BLOCK)
-        x = tl.load(points_ptr + n, mask=n < length, other=0.0) / size - middle / size
-        x = tl.where(n < length, x, 0.0)
-        sums += x
-        squares += x * x
-    count = tl.maximum(length, 1)
-    mean = tl.sum(sums, 0) / count
-    return middle, mean, tl.sum(squares, 0) / count - mean * mean
-
-
-@triton.jit(do_not_specialize=("L", "HEADS"))
-def spread_kernel(
-    points_ptr,  # (B, L, N) float32, sorted
-    lengths_ptr,  # (HEADS,) int32, or None
-    spread_ptr,  # (B, L) float32
-    N, L, HEADS, LEAST_SIZE: tl.constexpr, LEAST_SHARE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Points of one slice in units of their spread, in place."""
-    pair = tl.program_id(0).to(tl.int64)
-    points_ptr += pair * N
-    length = N
-    if lengths_ptr is not None:
-        length = tl.load(lengths_ptr + pair // L % HEADS)
-    first, last = tl.load(points_ptr), tl.load(points_ptr + tl.maximum(length - 1, 0))
-    size = tl.maximum(tl.maximum(tl.abs(first), tl.abs(last)), LEAST_SIZE)
-    _, _, variance = mean_and_variance(points_ptr, length, size, N, BLOCK)
-    spread = spread_of(variance, size, LEAST_SHARE)
-    tl.store(spread_ptr + pair, spread)
-    tl.debug_barrier()  # what was measured is overwritten
-    for start in range(0, N, BLOCK):
-        n = start + tl.arange(0, BLOCK)
-        x = tl.load(points_ptr + n, mask=n < N, other=0.0)
-        tl.store(points_ptr + n, x / spread, mask=n < N)
-
-
-@triton.jit
-def load_sum(x_ptr, y_ptr, n, mask):
-    """x + y at ranks n; y may be None."""
-    x = tl.load(x_ptr + n, mask=mask, other=0.0)
-    if y_ptr is not None:
-        x += tl.load(y_ptr + n, mask=mask, other=0.0)
-    return x
-
-
-@triton.jit(do_not_specialize=("L", "HEADS"))
-def point_grad_kernel(
-    upstream_ptr,  # (B, L, N) float32, by rank
-    more_ptr,  # likewise, to be added; or None
-    points_ptr,  # (B, L, N) float32: in units of the spread, if there is one
-    order_ptr,  # (B, L, N) int32
-    spread_ptr,  # (B, L) float32, or None
-    lengths_ptr,  # (HEADS,) int32, or None
-    dx_ptr,  # by token: (B, L, N) float32, or the tokens' own (HEADS, N, L) if TOKENS_FIRST
-    dy_ptr,  # if TOKENS_FIRST and there are two sides: the tokens of the second one; or None
-    N, L, HEADS, scale, TOKENS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """`scale` times the gradient of the points of one slice; zero at padding."""
-    pair = tl.program_id(0).to(tl.int64)
-    upstream_ptr += pair * N
-    points_ptr += pair * N
-    if more_ptr is not None:
-        more_ptr += pair * N
-    head = pair // L
-    length = N
-    if lengths_ptr is not None:
-        length = tl.load(lengths_ptr + head % HEADS)
-    middle, mean, slope, spread = 0.0, 0.0, 0.0, 1.0
-    if spread_ptr is not None:
-        middle, mean, variance = mean_and_variance(points_ptr, length, 1.0, N, BLOCK)
-        products = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, length, BLOCK):
-            n = start + tl.arange(0, BLOCK)
-            g = load_sum(upstream_ptr, more_ptr, n, n < length)
-            products += g * tl.load(points_ptr + n, mask=n < length, other=0.0)
-        # Divided by the spread, points have a spread of one; points without a spread are much
-        # closer together.
-        slope = tl.where(variance > 0.5, tl.sum(products, 0) / tl.maximum(length, 1), 0.0)
-        spread = tl.load(spread_ptr + pair)
-    for start in range(0, N, BLOCK):
-        n = start + tl.arange(0, BLOCK)
-        g = load_sum(upstream_ptr, more_ptr, n, n < length)
-        if spread_ptr is not None:
-            y = tl.load(points_ptr + n, mask=n < length, other=0.0)
-            # Not ``y - centre``: far from zero it would be rounded in the same way for all ranks.
-            g = tl.where(n < length, g - slope * ((y - middle) - mean), 0.0) / spread
-        token = tl.load(order_ptr + pair * N + n, mask=n < N, other=0)
-        if TOKENS_FIRST:
-            at = (head % HEADS * N + token) * L + pair % L
-            store_one_of_two(dx_ptr, dy_ptr, head >= HEADS, at, g * scale, n < N)
-        else:
-            tl.store(dx_ptr + pair * N + token, g * scale, mask=n < N)
-
-
-@triton.jit(do_not_specialize=("D8", "L", "HEADS"))
-def back_project_kernel(
-    dp_ptr,  # (B, L, N) float32, by token
-    slices_ptr,  # (HEADS or 1, L, WIDTH) float32
-    dx_ptr,  # (HEADS, N, WIDTH)
-    dy_ptr,  # likewise, of the second side; or None
-    N, L, HEADS, D8, D: tl.constexpr, SHARED: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """``dx_n = Σ_l dp_ln θ_l``."""
-    WIDTH = D if D > 0 else D8 * 8
-    head = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    d = tl.arange(0, BLOCK_D)
-    dp_ptr += head * L * N
-    if not SHARED:
-        slices_ptr += head % HEADS * L * WIDTH
-    dx = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for l in range(L):  # not unrolled: that would spill
-        theta = tl.load(slices_ptr + l * WIDTH + d, mask=d < WIDTH, other=0.0)
-        dx += tl.load(dp_ptr + l * N + n, mask=n < N, other=0.0)[:, None] * theta[None, :]
-    inside = (n[:, None] < N) & (d[None, :] < WIDTH)
-    at = (head % HEADS * N + n[:, None]) * WIDTH + d[None, :]
-    store_one_of_two(dx_ptr, dy_ptr, head >= HEADS, at, dx, inside)
-
-
-LEAST_BLOCK, MOST_BLOCK = 32, 4096
-
-
-def _row_launch(kernel: Any, shape: Shape, heads: int, **constants: Any) -> Launch:
-    """A kernel with one program for every row of points, (heads or twice that, slices, ranks)."""
-    batch, slices, ranks = shape
-    block = min(MOST_BLOCK, max(LEAST_BLOCK, power_of_2(ranks)))
-    return Launch(
-        kernel, (batch * slices,), N=ranks, L=slices, HEADS=heads, BLOCK=block,
-        num_warps=max(1, block // 512), **constants,
-    )  # fmt: skip
-
-
-@once
-def _spreads(shape: Shape, heads: int) -> Launch:
-    return _row_launch(spread_kernel, shape, heads, LEAST_SIZE=LEAST_SIZE, LEAST_SHARE=LEAST_SHARE)
-
-
-@once
-def _point_grads(shape: Shape, heads: int, scale: float, tokens_first: bool) -> Launch:
-    return _row_launch(point_grad_kernel, shape, heads, scale=scale, TOKENS_FIRST=tokens_first)
-
-
-@once
-def _back_projection(shape: Shape, heads: int, width: int, shared: bool) -> Launch:
-    batch, count, tokens = shape
-    block_d = power_of_2(width)
-    block_n = max(1, min(64, 4096 // block_d))
-    return Launch(
-        back_project_kernel, (batch, ceil_div(tokens, block_n)), N=tokens, L=count, HEADS=heads,
-        SHARED=shared, BLOCK_N=block_n, BLOCK_D=block_d, **width_arguments(width),
-    )  # fmt: skip
-
-
-def masked_lengths(mask: Tensor | None) -> Tensor | None:
-    """The number of unmasked tokens of every sequence, (batch,)."""
-    return None if mask is None else mask.sum(-1, dtype=torch.int32)
-
-
-def sort_points(
-    x: Tensor, y: Tensor | None, slices: Tensor | None, mask: Tensor | None,
-    lengths: Tensor | None, scale: float, in_spreads: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Sorts the tokens of every slice: those of x and, if there is a y, of y.
-
-    Args:
-        x: (batch, N, m).
-        y: a second side of the same shape and dtype. Its heads follow those of x in the results,
-            where the batch is twice as large.
-        slices: Θ, (batch or 1, L, m) in float32; None means the axes.
-        mask: (batch, N), True where a token takes part, on either side.
-        lengths: how many do, (batch,) in int32, if there is a mask.
-        scale: what x is multiplied by.
-        in_spreads: whether points are divided by their spread.
-
-    Returns:
-        Sorted points in float32 and the token at each rank in int32, both (batch, L, N), padding
-        last, where the points repeat the last real one; and the spread, (batch, L), or None. A
-        slice that holds NaN or an infinity is all NaN.
-    """
-    shape, packed = _pack(x, y, slices, mask, scale)
-    points = torch.empty(shape.ranked, device=x.device, dtype=torch.float32)
-    order = torch.empty(shape.ranked, device=x.device, dtype=torch.int32)
-    spread = points.new_empty(shape.ranked[:2]) if in_spreads else None
-    if shape.at_once:
-        shape.rank(packed, lengths, points, order, spread)
-    else:
-        packed, _ = sort_rows(packed)
-        shape.rank(packed, lengths, points, order)
-        if spread is not None:
-            _spreads(points.shape, x.shape[0])(points, lengths, spread)
-    return points, order, spread
-
-
-def point_gradients(
-    upstream: Tensor, more: Tensor | None, points: Tensor, order: Tensor, spread: Tensor | None,
-    x: Tensor, y: Tensor | None, slices: Tensor | None, lengths: Tensor | None, scale: float,
-    with_slices: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of x, of y and of the slices, if there is a y and if that of slices is wanted.
-
-    `upstream` is the gradient of the points, to which `more` is added.
-    """
-    heads = x.shape[0]
-    dx, dy = torch.empty_like(x), None if y is None else torch.empty_like(y)
-    if slices is None:
-        point_grads = _point_grads(points.shape, heads, scale, tokens_first=True)
-        point_grads(upstream, more, points, order, spread, lengths, dx, dy)
-        return dx, dy, None
-    dp = torch.empty_like(points)
-    point_grads = _point_grads(points.shape, heads, scale, tokens_first=False)
-    point_grads(upstream, more, points, order, spread, lengths, dp, None)
-    back_project = _back_projection(points.shape, heads, x.shape[-1], slices.shape[0] == 1)
-    back_project(dp, slices, dx, dy)
-    if not with_slices:
-        return dx, dy, None
-    found = [
-        torch.bmm(part, tokens.float())
-        for part, tokens in zip(dp.split(heads), (x,) if y is None else (x, y), strict=True)
-    ]
-    if slices.shape[0] == 1:
-        found = [d_slices.sum(0, keepdim=True) for d_slices in found]
-    return dx, dy, found[0] if len(found) == 1 else found[1] + found[0]
-
-
-@operator("rank_points")
-def rank_points(
-    x: Tensor, slices: Tensor | None, mask: Tensor | None, lengths: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Sorted points and the token at each rank, as :func:`sort_points` returns them."""
-    return sort_points(x, None, slices, mask, lengths, scale, in_spreads=False)[:2]
-
-
-@rank_points.register_fake
-def _(x: Tensor, slices: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
-    shape = (x.shape[0], x.shape[2] if slices is None else slices.shape[-2], x.shape[1])
-    return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int32)

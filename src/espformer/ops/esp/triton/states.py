@@ -1,17 +1,17 @@
-"""States, which carry the contribution of other chunks, for one kernel or for two in a row.
+"""States, which carry the contribution of other chunks, for one κ or for two in a row.
 
 The torch twin is :class:`espformer.ops.esp.sorted_kernel.ChunkStates`. `sums` sums every chunk by
 itself, evaluated at its far end; `scan` carries the sums from chunk to chunk, in place.
 
-**Through one kernel into the next.** The operand of the second kernel of a plan is
+**Through one κ into the next.** The operand of the second κ of a plan is
 ``W = mid_scale · κx``, and its sums are needed before W has been computed. Within a chunk they are
 
     Σ_n in_n W_n = Σ_j [Σ_n κ_nj mid_scale_n in_n] x_j
                    + [Σ_n in_n mid_scale_n out_n] · (states of x),
 
-with `in` the coefficient into a state of the second kernel and `out` the one out of a state of the
+with `in` the coefficient into a state of the second κ and `out` the one out of a state of the
 first. This adds a few rows to the matrix that sums x anyway, and a small matrix of links per chunk.
-So a program reads its rows once for both kernels, and W is never stored.
+So a program reads its rows once for both, and W is never stored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import cmath
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -28,13 +28,12 @@ import triton.language as tl
 from torch import Tensor
 
 from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2, width_arguments
-from espformer.ops.esp.triton.plan import Plan
 from espformer.ops.esp.triton.primitives import (
     COUNTS,
     INTERPRETED,
     LOG2E,
-    STATE_ROWS,
-    chunk_kernel,
+    STATE_BLOCK,
+    chunk_kappa,
     exp2,
     exponential_table,
     load_points,
@@ -42,6 +41,7 @@ from espformer.ops.esp.triton.primitives import (
     load_rows,
     load_side,
     load_states,
+    moved,
     point_at,
     product,
     program_chunk,
@@ -50,6 +50,9 @@ from espformer.ops.esp.triton.primitives import (
     table_entry,
     to_wide_range,
 )
+
+if TYPE_CHECKING:
+    from espformer.ops.esp.triton.soft_plan import Plan
 
 # Ranks per chunk for 16-bit and for 32-bit rows (32-bit rows are split in three parts, which takes
 # registers).
@@ -71,27 +74,29 @@ REGISTERS = {
 
 
 @triton.jit
-def store_states(states_ptr, chunk, states, d, D, ROWS: tl.constexpr, AFTER: tl.constexpr = 0):
+def store_states(
+    states_ptr, chunk, states, d, D, STATE_ROWS: tl.constexpr, AFTER: tl.constexpr = 0
+):
     """Some rows of a matrix of sums as the states of a chunk."""
-    r = tl.arange(0, STATE_ROWS)[:, None] - AFTER
-    at = (chunk * ROWS + r) * D + d[None, :]
-    tl.store(states_ptr + at, states, mask=(r >= 0) & (r < ROWS) & (d[None, :] < D))
+    r = tl.arange(0, STATE_BLOCK)[:, None] - AFTER
+    at = (chunk * STATE_ROWS + r) * D + d[None, :]
+    tl.store(states_ptr + at, states, mask=(r >= 0) & (r < STATE_ROWS) & (d[None, :] < D))
 
 
 @triton.jit
 def store_sums(
     states_ptr, next_states_ptr, chunk, x, into, through, d, WIDTH, COMPLEX: tl.constexpr,
-    ROWS: tl.constexpr, THROUGH: tl.constexpr, TOGETHER: tl.constexpr, AFTER: tl.constexpr,
+    STATE_ROWS: tl.constexpr, THROUGH: tl.constexpr, TOGETHER: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a block of columns of x, for one kernel or for two (:func:`sums_kernel`)."""
+    """The sums of a block of columns of x, for one κ or for two (:func:`sums_kernel`)."""
     if THROUGH:
         x = to_wide_range(x)
     sums = product(into, x, COMPLEX)
-    store_states(states_ptr, chunk, sums, d, WIDTH, ROWS)
+    store_states(states_ptr, chunk, sums, d, WIDTH, STATE_ROWS)
     if THROUGH:
         if not TOGETHER:
             sums = product(through, x, COMPLEX)
-        store_states(next_states_ptr, chunk, sums, d, WIDTH, ROWS, AFTER)
+        store_states(next_states_ptr, chunk, sums, d, WIDTH, STATE_ROWS, AFTER)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -99,22 +104,22 @@ def sums_kernel(
     x_ptr,  # (B, TOKENS, WIDTH)
     order_ptr,  # (B, L, N) int32: the token of each rank
     scale_ptr,  # (B, L, N) float32, or None: ones
-    points_ptr,  # (B, L, N) float32, of the kernel that sums x
-    next_points_ptr,  # (B, L, N) float32, of the one after it
+    points_ptr,  # (B, L, N) float32, of the κ that multiplies x
+    next_points_ptr,  # (B, L, N) float32, of the κ after it, if THROUGH
     mid_scale_ptr,  # (B, L, N) float32
     TABLE: tl.constexpr,
     inv_bandwidth_ptr,  # (B,) float32
-    states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH)
-    next_states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH), if THROUGH
-    links_ptr,  # (B, L, CHUNKS, ROWS, ROWS) float32, if THROUGH
+    states_ptr,  # (B, L, CHUNKS, STATE_ROWS, WIDTH)
+    next_states_ptr,  # (B, L, CHUNKS, STATE_ROWS, WIDTH), if THROUGH
+    links_ptr,  # (B, L, CHUNKS, STATE_ROWS, STATE_ROWS) float32, if THROUGH
     N, TOKENS, HEADS, L, CHUNKS, START, COUNT, D8, D: tl.constexpr, COMPLEX: tl.constexpr,
-    ROWS: tl.constexpr, THROUGH: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr,
+    STATE_ROWS: tl.constexpr, THROUGH: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr,
     SPAN: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Sums of the rows x of each chunk, evaluated at its last point (left) and its first point
     (right).
 
-    THROUGH: also the sums of ``mid_scale · κx`` for the kernel of the next points, without the
+    THROUGH: also the sums of ``mid_scale · κx`` for the κ of the next points, without the
     contribution of the states of x. That is added later, through the links.
     """
     WIDTH = D if D > 0 else D8 * 8
@@ -123,63 +128,61 @@ def sums_kernel(
     n = begin + tl.arange(0, C)
     ranks = pair * N
     x_ptr += head * TOKENS * WIDTH
-    if scale_ptr is not None:
-        scale_ptr += ranks
+    scale_ptr = moved(scale_ptr, ranks)
     inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
     fp32_rows: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     tokens, points, first, last = load_side(
         points_ptr + ranks, order_ptr + ranks, begin, N, C, EVEN
     )
     into = state_coefficients(
-        TABLE, points, first, last, inv_bandwidth, "in", COMPLEX, ROWS, fp32_rows
+        TABLE, points, first, last, inv_bandwidth, "in", COMPLEX, STATE_ROWS, fp32_rows
     )
     into = tl.trans(into)
-    together: tl.constexpr = THROUGH and 2 * ROWS <= STATE_ROWS
-    after: tl.constexpr = ROWS if together else 0
+    together: tl.constexpr = THROUGH and 2 * STATE_ROWS <= STATE_BLOCK
+    after: tl.constexpr = STATE_ROWS if together else 0
     if THROUGH:
         mid_scale = load_ranks(mid_scale_ptr + ranks, n, N, EVEN)
         next_points, next_first, next_last = load_points(next_points_ptr + ranks, begin, N, C, EVEN)
         through = mid_scale[:, None] * state_coefficients(
-            TABLE, next_points, next_first, next_last, inv_bandwidth, "in", COMPLEX, ROWS,
+            TABLE, next_points, next_first, next_last, inv_bandwidth, "in", COMPLEX, STATE_ROWS,
             fp32_rows, after,
         )  # fmt: skip
         x = load_rows(x_ptr, scale_ptr, tokens, n, N, tl.arange(0, BLOCK_D), WIDTH, EVEN)
-        kappa, _ = chunk_kernel(points, first, last, None, inv_bandwidth, COMPLEX, fp32_rows)
-        r = tl.arange(0, STATE_ROWS) - after
-        kept = (r >= 0) & (r < ROWS)
-        links_ptr += (pair * CHUNKS + chunk) * ROWS * ROWS
+        kappa, _ = chunk_kappa(points, first, last, None, inv_bandwidth, COMPLEX, fp32_rows)
+        r = tl.arange(0, STATE_BLOCK) - after
+        kept = (r >= 0) & (r < STATE_ROWS)
+        links_ptr += (pair * CHUNKS + chunk) * STATE_ROWS * STATE_ROWS
         if COMPLEX:
             read = state_coefficients(
-                TABLE, points, first, last, inv_bandwidth, "out", COMPLEX, ROWS, fp32_rows
+                TABLE, points, first, last, inv_bandwidth, "out", COMPLEX, STATE_ROWS, fp32_rows
             )
             link = tl.dot(tl.trans(through), read, input_precision="tf32x3")
-            column = tl.arange(0, STATE_ROWS)[None, :]
-            to = links_ptr + r[:, None] * ROWS + column
-            tl.store(to, link, mask=kept[:, None] & (column < ROWS))
+            column = tl.arange(0, STATE_BLOCK)[None, :]
+            to = links_ptr + r[:, None] * STATE_ROWS + column
+            tl.store(to, link, mask=kept[:, None] & (column < STATE_ROWS))
         # κ in 16 bits is accurate enough, as for W: all coefficients have the same error.
         through = product(tl.trans(through), kappa.to(to_wide_range(x).dtype), COMPLEX)
         if not COMPLEX:  # a state of a real pole is like a row at the first or the last rank
             i = tl.arange(0, C)[None, :]
-            to = links_ptr + r[:, None] * ROWS + tl.where(i == 0, 0, 1)
+            to = links_ptr + r[:, None] * STATE_ROWS + tl.where(i == 0, 0, 1)
             tl.store(to, through, mask=kept[:, None] & ((i == 0) | (i == C - 1)))
         if together:
             into += through
-    states_ptr += pair * CHUNKS * ROWS * WIDTH
-    if THROUGH:
-        next_states_ptr += pair * CHUNKS * ROWS * WIDTH
-    else:
+    states_ptr += pair * CHUNKS * STATE_ROWS * WIDTH
+    next_states_ptr = moved(next_states_ptr, pair * CHUNKS * STATE_ROWS * WIDTH)
+    if not THROUGH:
         through = into
         x = load_rows(x_ptr, scale_ptr, tokens, n, N, tl.arange(0, BLOCK_D), WIDTH, EVEN)
     store_sums(
         states_ptr, next_states_ptr, chunk, x, into, through, tl.arange(0, BLOCK_D), WIDTH, COMPLEX,
-        ROWS, THROUGH, together, after,
+        STATE_ROWS, THROUGH, together, after,
     )  # fmt: skip
     if D > 0:
         for start in tl.static_range(BLOCK_D, D, BLOCK_D):
             d = start + tl.arange(0, BLOCK_D)
             x = load_rows(x_ptr, scale_ptr, tokens, n, N, d, WIDTH, EVEN)
             store_sums(
-                states_ptr, next_states_ptr, chunk, x, into, through, d, WIDTH, COMPLEX, ROWS,
+                states_ptr, next_states_ptr, chunk, x, into, through, d, WIDTH, COMPLEX, STATE_ROWS,
                 THROUGH, together, after,
             )  # fmt: skip
     else:
@@ -187,49 +190,49 @@ def sums_kernel(
             d = start + tl.arange(0, BLOCK_D)
             x = load_rows(x_ptr, scale_ptr, tokens, n, N, d, WIDTH, EVEN)
             store_sums(
-                states_ptr, next_states_ptr, chunk, x, into, through, d, WIDTH, COMPLEX, ROWS,
+                states_ptr, next_states_ptr, chunk, x, into, through, d, WIDTH, COMPLEX, STATE_ROWS,
                 THROUGH, together, after,
             )  # fmt: skip
 
 
 @triton.jit
-def complex_decay(TABLE: tl.constexpr, x, r, ROWS: tl.constexpr, FP32_ROWS: tl.constexpr):
+def complex_decay(TABLE: tl.constexpr, x, r, STATE_ROWS: tl.constexpr, FP32_ROWS: tl.constexpr):
     """``exp(-p x)`` of the pole of state row r, real and imaginary part."""
     x = tl.minimum(x, 40.0)
-    size = exp2(table_entry(TABLE, 0, r, ROWS) * (x * -LOG2E))
-    re, im = rotation(table_entry(TABLE, 1, r, ROWS) * x, FP32_ROWS)
+    size = exp2(table_entry(TABLE, 0, r, STATE_ROWS) * (x * -LOG2E))
+    re, im = rotation(table_entry(TABLE, 1, r, STATE_ROWS) * x, FP32_ROWS)
     return size * re, size * im
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def link_kernel(
-    states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH)
-    next_states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH)
-    links_ptr,  # (B, L, CHUNKS, ROWS, ROWS) float32
-    D8, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    states_ptr,  # (B, L, CHUNKS, STATE_ROWS, WIDTH)
+    next_states_ptr,  # (B, L, CHUNKS, STATE_ROWS, WIDTH)
+    links_ptr,  # (B, L, CHUNKS, STATE_ROWS, STATE_ROWS) float32
+    D8, D: tl.constexpr, STATE_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Adds to the sums of every chunk the contribution of the first kernel's states, through the
+    """Adds to the sums of every chunk the contribution of the first κ's states, through the
     links.
     """
     WIDTH = D if D > 0 else D8 * 8
     chunk = tl.program_id(0).to(tl.int64)
-    r = tl.arange(0, STATE_ROWS)
-    inside = (r[:, None] < ROWS) & (r[None, :] < ROWS)
-    links = links_ptr + (chunk * ROWS + r[:, None]) * ROWS + r[None, :]
+    r = tl.arange(0, STATE_BLOCK)
+    inside = (r[:, None] < STATE_ROWS) & (r[None, :] < STATE_ROWS)
+    links = links_ptr + (chunk * STATE_ROWS + r[:, None]) * STATE_ROWS + r[None, :]
     link = tl.load(links, mask=inside, other=0.0)
     for start in tl.range(0, WIDTH, BLOCK_D, num_stages=1):
         d = start + tl.arange(0, BLOCK_D)
-        states = load_states(states_ptr, chunk, d, WIDTH, ROWS)
-        own = load_states(next_states_ptr, chunk, d, WIDTH, ROWS)
+        states = load_states(states_ptr, chunk, d, WIDTH, STATE_ROWS)
+        own = load_states(next_states_ptr, chunk, d, WIDTH, STATE_ROWS)
         own = tl.dot(link, states, own, input_precision="tf32x3")
-        store_states(next_states_ptr, chunk, own, d, WIDTH, ROWS)
+        store_states(next_states_ptr, chunk, own, d, WIDTH, STATE_ROWS)
 
 
 @triton.jit
-def real_decay(x, k, ROWS: tl.constexpr):
+def real_decay(x, k, STATE_ROWS: tl.constexpr):
     """Decay over a distance x of a real state (k = 0), or of its ties (k = 1)."""
     left = exp2(x * -LOG2E)
-    if ROWS > 2:  # a tie carries on while the point stays the same
+    if STATE_ROWS > 2:  # a tie carries on while the point stays the same
         left = tl.where(k == 0, left, tl.where(x == 0, 1.0, 0.0))[:, None]
     return left
 
@@ -245,13 +248,14 @@ def scan_kernel(
     points_ptr,  # (B, L, N) float32
     TABLE: tl.constexpr,
     inv_bandwidth_ptr,  # (B,) float32
-    states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH)
-    first_states_ptr,  # (B, L, CHUNKS, ROWS, WIDTH), of the kernel before, if THROUGH
-    links_ptr,  # (B, L, CHUNKS, ROWS, ROWS) float32, if THROUGH
-    ends_ptr,  # (B, L, 2, SEGMENTS, ROWS // 2, WIDTH) float32, or None
-    N, L, CHUNKS, SEGMENTS, LENGTH, D8, D: tl.constexpr, COMPLEX: tl.constexpr, ROWS: tl.constexpr,
-    THROUGH: tl.constexpr, ENDS_ONLY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-    C: tl.constexpr, AHEAD: tl.constexpr, FP32_ROWS: tl.constexpr,
+    states_ptr,  # (B, L, CHUNKS, STATE_ROWS, WIDTH)
+    first_states_ptr,  # (B, L, CHUNKS, STATE_ROWS, WIDTH), of the κ before, if THROUGH
+    links_ptr,  # (B, L, CHUNKS, STATE_ROWS, STATE_ROWS) float32, if THROUGH
+    ends_ptr,  # (B, L, 2, SEGMENTS, STATE_ROWS // 2, WIDTH) float32, or None
+    N, L, CHUNKS, SEGMENTS, LENGTH, D8, D: tl.constexpr, COMPLEX: tl.constexpr,
+    STATE_ROWS: tl.constexpr, THROUGH: tl.constexpr, ENDS_ONLY: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
+    FP32_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Replaces the chunks' own sums by the states that enter them, in place.
 
@@ -269,27 +273,27 @@ def scan_kernel(
     segment = tl.program_id(0) % SEGMENTS
     rightwards = tl.program_id(1) == 0
     points_ptr += pair * N
-    states_ptr += pair * CHUNKS * ROWS * WIDTH
+    states_ptr += pair * CHUNKS * STATE_ROWS * WIDTH
     if THROUGH:
-        first_states_ptr += pair * CHUNKS * ROWS * WIDTH
-        links_ptr += pair * CHUNKS * ROWS * ROWS
+        first_states_ptr += pair * CHUNKS * STATE_ROWS * WIDTH
+        links_ptr += pair * CHUNKS * STATE_ROWS * STATE_ROWS
     inv_bandwidth = tl.load(inv_bandwidth_ptr + pair // L)
     d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     k = tl.arange(0, BLOCK_R)
     if COMPLEX:
-        row = 2 * k + tl.where(rightwards, 0, ROWS // 2)
-        inside = (k[:, None] < ROWS // 4) & (d[None, :] < WIDTH)
+        row = 2 * k + tl.where(rightwards, 0, STATE_ROWS // 2)
+        inside = (k[:, None] < STATE_ROWS // 4) & (d[None, :] < WIDTH)
         end_at = (2 * k)[:, None] * WIDTH + d[None, :]
     else:
         row = 2 * k + tl.where(rightwards, 0, 1)
-        inside = (k[:, None] < ROWS // 2) & (d[None, :] < WIDTH)
+        inside = (k[:, None] < STATE_ROWS // 2) & (d[None, :] < WIDTH)
         end_at = k[:, None] * WIDTH + d[None, :]
     state = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     state_im = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     begin = segment * LENGTH
     end = tl.minimum(begin + LENGTH, CHUNKS)
     if ends_ptr is not None:
-        ends_ptr += (pair * 2 + tl.program_id(1)) * SEGMENTS * (ROWS // 2) * WIDTH
+        ends_ptr += (pair * 2 + tl.program_id(1)) * SEGMENTS * (STATE_ROWS // 2) * WIDTH
         if not ENDS_ONLY:
             start = carry_in_point(points_ptr, begin, rightwards, N, CHUNKS, C)
             for earlier in range(0, segment):
@@ -297,15 +301,17 @@ def scan_kernel(
                     points_ptr, (earlier + 1) * LENGTH, rightwards, N, CHUNKS, C
                 )
                 x = tl.abs(start - left_at) * inv_bandwidth
-                leaving = ends_ptr + earlier * (ROWS // 2) * WIDTH + end_at
+                leaving = ends_ptr + earlier * (STATE_ROWS // 2) * WIDTH + end_at
                 end_re = tl.load(leaving, mask=inside, other=0.0)
                 if COMPLEX:
                     end_im = tl.load(leaving + WIDTH, mask=inside, other=0.0)
-                    decay_re, decay_im = complex_decay(TABLE, x, row[:, None], ROWS, FP32_ROWS)
+                    decay_re, decay_im = complex_decay(
+                        TABLE, x, row[:, None], STATE_ROWS, FP32_ROWS
+                    )
                     state += decay_re * end_re - decay_im * end_im
                     state_im += decay_re * end_im + decay_im * end_re
                 else:
-                    state += real_decay(x, k, ROWS) * end_re
+                    state += real_decay(x, k, STATE_ROWS) * end_re
     for i in range(begin, end, AHEAD):
         # All loads come before the first store, because the compiler moves no load across a store.
         owns = ()
@@ -313,18 +319,18 @@ def scan_kernel(
         for u in tl.static_range(AHEAD):
             here = i + u < CHUNKS
             chunk = tl.where(rightwards, i + u, CHUNKS - 1 - i - u)
-            at = (chunk * ROWS + row)[:, None] * WIDTH + d[None, :]
+            at = (chunk * STATE_ROWS + row)[:, None] * WIDTH + d[None, :]
             own = tl.load(states_ptr + at, mask=inside & here, other=0.0).to(tl.float32)
             if COMPLEX:
                 owns = owns + (own, tl.load(states_ptr + at + WIDTH, mask=inside & here, other=0.0))
             else:
                 if THROUGH:
-                    states = first_states_ptr + chunk * ROWS * WIDTH + d
+                    states = first_states_ptr + chunk * STATE_ROWS * WIDTH + d
                     left = tl.load(states, mask=(d < WIDTH) & here, other=0.0).to(tl.float32)
                     right = tl.load(states + WIDTH, mask=(d < WIDTH) & here, other=0.0).to(
                         tl.float32
                     )
-                    links = links_ptr + (chunk * ROWS + row) * ROWS
+                    links = links_ptr + (chunk * STATE_ROWS + row) * STATE_ROWS
                     own += tl.load(links, mask=here, other=0.0)[:, None] * left[None, :]
                     own += tl.load(links + 1, mask=here, other=0.0)[:, None] * right[None, :]
                 owns = owns + (own,)
@@ -337,7 +343,7 @@ def scan_kernel(
             gaps = gaps + (across * inv_bandwidth, step * inv_bandwidth)
         for u in tl.static_range(AHEAD):
             chunk = tl.where(rightwards, i + u, CHUNKS - 1 - i - u)
-            at = (chunk * ROWS + row)[:, None] * WIDTH + d[None, :]
+            at = (chunk * STATE_ROWS + row)[:, None] * WIDTH + d[None, :]
             mask = inside & (i + u < CHUNKS)
             across, step = gaps[2 * u], gaps[2 * u + 1]
             if not ENDS_ONLY:
@@ -346,15 +352,18 @@ def scan_kernel(
                 if not ENDS_ONLY:
                     tl.store(states_ptr + at + WIDTH, state_im, mask=mask)
                 own, own_im = owns[2 * u], owns[2 * u + 1]
-                re, im = complex_decay(TABLE, across, row[:, None], ROWS, FP32_ROWS)
-                s_re, s_im = complex_decay(TABLE, step, row[:, None], ROWS, FP32_ROWS)
+                re, im = complex_decay(TABLE, across, row[:, None], STATE_ROWS, FP32_ROWS)
+                s_re, s_im = complex_decay(TABLE, step, row[:, None], STATE_ROWS, FP32_ROWS)
                 moved = re * state - im * state_im + s_re * own - s_im * own_im
                 state_im = re * state_im + im * state + s_re * own_im + s_im * own
                 state = moved
             else:
-                state = real_decay(across, k, ROWS) * state + real_decay(step, k, ROWS) * owns[u]
+                state = (
+                    real_decay(across, k, STATE_ROWS) * state
+                    + real_decay(step, k, STATE_ROWS) * owns[u]
+                )
     if ENDS_ONLY:
-        ends_ptr += segment * (ROWS // 2) * WIDTH
+        ends_ptr += segment * (STATE_ROWS // 2) * WIDTH
         tl.store(ends_ptr + end_at, state, mask=inside)
         if COMPLEX:
             tl.store(ends_ptr + end_at + WIDTH, state_im, mask=inside)
@@ -553,13 +562,15 @@ def chunk_states(
 
 @once
 def _sums(chunks: Chunks, rows: int, tokens: int, width: int, through: bool) -> list[Launch]:
-    return chunks.launches(sums_kernel, "sums", width, TOKENS=tokens, ROWS=rows, THROUGH=through)
+    return chunks.launches(
+        sums_kernel, "sums", width, TOKENS=tokens, STATE_ROWS=rows, THROUGH=through
+    )
 
 
 @once
 def _link(chunks: Chunks, rows: int, width: int) -> Launch:
     return Launch(
-        link_kernel, (chunks.batch * chunks.slices * chunks.count,), ROWS=rows,
+        link_kernel, (chunks.batch * chunks.slices * chunks.count,), STATE_ROWS=rows,
         BLOCK_D=column_block(width, chunks.fp32_rows), num_warps=1, **width_arguments(width),
     )  # fmt: skip
 
@@ -592,7 +603,7 @@ def _scans(chunks: Chunks, rows: int, width: int, through: bool) -> tuple[int, l
         launch = Launch(
             scan_kernel, (pairs * segments, 2, columns), TABLE=chunks.table, N=chunks.ranks,
             L=chunks.slices, CHUNKS=chunks.count, SEGMENTS=segments, LENGTH=length,
-            COMPLEX=chunks.complex, ROWS=rows, THROUGH=through, ENDS_ONLY=ends_only,
+            COMPLEX=chunks.complex, STATE_ROWS=rows, THROUGH=through, ENDS_ONLY=ends_only,
             BLOCK_R=power_of_2(rows // (4 if chunks.complex else 2)), BLOCK_D=block_d,
             C=chunks.span, AHEAD=ahead, FP32_ROWS=chunks.fp32_rows, num_warps=1,
             **width_arguments(width),
