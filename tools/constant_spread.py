@@ -90,7 +90,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data-dir", help="where mnist/ lies")
-    parser.add_argument("--seeds", default="0,1,2,3")
+    parser.add_argument("--seeds", default="0,1,2,3", help="with commas (%(default)s)")
     options = parser.parse_args()
     for seed in map(int, options.seeds.split(",")):
         for name, mechanism in MECHANISMS.items():
