@@ -38,7 +38,7 @@ help: ## list the targets
 setup: $(STAMP) ## create .venv and install the package with what the tests need
 
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit(f"espformer needs Python 3.11 or later, and $(PYTHON) is {v[0]}.{v[1]}: name another one, make PYTHON=python3.12"); v <= (3, 13) or print(f"note: Python {v[0]}.{v[1]} has not been tried; 3.11, 3.12 and 3.13 have")'
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit(f"espformer needs Python 3.11 or later, and $(PYTHON) is {v[0]}.{v[1]}: name another one, make PYTHON=python3.12"); v <= (3, 14) or print(f"note: Python {v[0]}.{v[1]} has not been tried; 3.11 to 3.14 have")'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing espformer[$(EXTRAS)] into $(VENV)"
 	@$(PIP) numba

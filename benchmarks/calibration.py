@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import espformer
+from benchmarks.arguments import find_device, make_parser
 from benchmarks.measure import RESULTS, conditions
 from espformer.nn import ESP, Mechanism, Sinkhorn, Softmax
 
@@ -45,6 +46,9 @@ class Uniform(Mechanism):
         present = (ones if key_mask is None else key_mask.float())[:, None, :, None]
         mean = (value * present).sum(2, keepdim=True) / present.sum(2, keepdim=True)
         return mean.to(value.dtype).expand(*query.shape[:-1], -1)
+
+
+ATTENTIONS = ("esp", "sinkhorn", "uniform", "softmax")
 
 
 def mechanism_of(name: str, options: argparse.Namespace) -> Mechanism:
@@ -133,22 +137,35 @@ def measure(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = make_parser("calibration", __doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of IMDb's Parquet files")
-    parser.add_argument("--attention", action="append", help="esp, sinkhorn, softmax or uniform")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
-    parser.add_argument("--train", default="blocks")
-    parser.add_argument("--slices", type=int, default=8)
-    parser.add_argument("--temperature", type=float, default=0.3)
-    parser.add_argument("--texts", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument(
+        "--attention",
+        action="append",
+        choices=ATTENTIONS,
+        help="one of them; may be given several times (default: all)",
+    )
+    parser.add_argument("--steps", type=int, default=60, help="of the calibration")
+    parser.add_argument("--learning-rate", type=float, default=5e-4, help="of Adam")
+    parser.add_argument(
+        "--train",
+        default="blocks",
+        choices=("blocks", "attention", "mechanism"),
+        help="what is trained",
+    )
+    parser.add_argument("--slices", type=int, default=8, help="of a head")
+    parser.add_argument("--temperature", type=float, default=0.3, help="of the sort")
+    parser.add_argument("--texts", type=int, default=512, help="reviews to choose from")
+    parser.add_argument("--batch", type=int, default=8, help="reviews of a step")
     parser.add_argument("--tokens", type=int, default=64, help="of a review in the calibration")
-    parser.add_argument("--test-tokens", type=int, default=128)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--test-tokens", type=int, default=128, help="of a test review")
+    parser.add_argument("--seed", type=int, default=0, help="which reviews")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu"
+    )
     parser.add_argument("--save", action="store_true", help="write benchmarks/results")
     options = parser.parse_args()
+    find_device(parser, options.device)
     import transformers
 
     transformers.logging.disable_progress_bar()
@@ -169,7 +186,7 @@ def main() -> int:
     head = "attention | converted | slices chosen | calibrated | error | steps | s | CPU s"
     lines = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
     print("\n".join(lines), flush=True)
-    for name in options.attention or ["esp", "sinkhorn", "uniform", "softmax"]:
+    for name in options.attention or ATTENTIONS:
         line = f"| {' | '.join(measure(name, options, load, train, test, wanted))} |"
         print(line, flush=True)
         lines.append(line)

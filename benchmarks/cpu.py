@@ -7,7 +7,6 @@ tokens, the memory of long sequences, and from which length on ESP is faster tha
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 import espformer
+from benchmarks.arguments import make_parser
 from benchmarks.measure import (
     ENOUGH,
     Company,
@@ -414,12 +414,15 @@ def progress(row: Row) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__)
+    parser = make_parser("cpu", __doc__)
     parser.add_argument(
         "--only", nargs="+", choices=PARTS, help="some questions; nothing is written to results/"
     )
     parser.add_argument(
-        "--repeats", type=int, default=5, help="turns of every measurement, and one"
+        "--repeats",
+        type=int,
+        default=5,
+        help="turns of every measurement, after one that is not counted",
     )
     options = parser.parse_args()
 

@@ -10,7 +10,6 @@ are compiled by one process per attention, at the same time.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from types import MappingProxyType
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.arguments import find_device, make_parser
 from benchmarks.measure import print_table
 from espformer.lab.bench.attentions import find
 from espformer.lab.bench.cases import MODES, Case, largest_error
@@ -105,14 +105,14 @@ def compile_all(names: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", default=list(CASES), choices=list(CASES))
+    parser = make_parser("host_time", __doc__)
+    parser.add_argument(
+        "--only", nargs="+", default=list(CASES), choices=list(CASES), help="some of them"
+    )
     parser.add_argument("--rounds", type=int, default=15, help="turns of every attention")
     parser.add_argument("--compile-only", action="store_true", help="call each once, and end")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmarks.host_time: needs a CUDA device")
-    device = torch.device("cuda")
+    device = find_device(parser, "cuda")
     cases = {name: CASES[name] for name in options.only}
     if options.compile_only:
         for case in cases.values():

@@ -6,12 +6,11 @@ microseconds per call, forward and backward.
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from espformer.lab.bench.attentions import find
+from benchmarks.arguments import find_device, make_parser
+from espformer.lab.bench.attentions import OPERATORS, find
 from espformer.lab.bench.cases import MODES, Case
 from espformer.lab.bench.measure import calling
 
@@ -19,17 +18,23 @@ CALLS = 10
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("operator")
-    parser.add_argument("--backend", default="triton")
-    parser.add_argument("--mode", default=MODES[1], choices=MODES)
+    parser = make_parser("kernel_times", __doc__)
+    parser.add_argument("operator", help="an attention of `espformer bench`")
+    parser.add_argument("--backend", default="triton", help="who computes it")
+    parser.add_argument("--mode", default=MODES[1], choices=MODES, help="passes of a call")
     parser.add_argument("--learnt", action="store_true", help="slices are parameters")
-    for name, number in (("tokens", 197), ("heads", 512), ("width", 64)):
-        parser.add_argument(f"--{name}", type=int, default=number)
-    parser.add_argument("--slices", type=int)
-    parser.add_argument("--qk-width", type=int)
-    case = Case(**vars(parser.parse_args()))
-    device = torch.device("cuda")
+    parser.add_argument("--tokens", type=int, default=197, help="of a sequence")
+    parser.add_argument("--heads", type=int, default=512, help="of all sequences of the batch")
+    parser.add_argument("--width", type=int, default=64, help="of a head")
+    parser.add_argument("--slices", type=int, help="of a head, where not as the attention has them")
+    parser.add_argument(
+        "--qk-width", type=int, help="of queries and keys, where not that of a head"
+    )
+    options = parser.parse_args()
+    if (options.operator, options.backend) not in OPERATORS:
+        known = ", ".join(" --backend ".join(pair) for pair in OPERATORS)
+        parser.error(f"no {options.operator} with --backend {options.backend}; there are: {known}")
+    case, device = Case(**vars(options)), find_device(parser, "cuda")
     call = calling(find(case).make(case, device), case.inputs(device), case.backward)
     for _ in range(3):
         call()

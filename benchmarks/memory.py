@@ -5,7 +5,6 @@ It runs in a separate process, because a peak never falls: earlier work would co
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import resource
@@ -14,6 +13,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+
+from benchmarks.arguments import make_parser
 
 
 class Memory(NamedTuple):
@@ -55,12 +56,16 @@ def new_peak() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
-    for name, default in (("tokens", 32_768), ("slices", 16), ("width", 64), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--metric", default="absolute")
-    parser.add_argument("--balance", default="rows")
-    parser.add_argument("--backend", default="linear")
+    parser = make_parser("memory", __doc__)
+    parser.add_argument("--tokens", type=int, default=32_768, help="of the sequence")
+    parser.add_argument("--slices", type=int, default=16, help="of the head")
+    parser.add_argument("--width", type=int, default=64, help="of the head")
+    parser.add_argument("--seed", type=int, default=0, help="of queries, keys and values")
+    parser.add_argument(
+        "--metric", default="absolute", choices=("absolute", "squared"), help="of the sort"
+    )
+    parser.add_argument("--balance", default="rows", choices=("rows", "both"), help="of the sort")
+    parser.add_argument("--backend", default="linear", help="who computes it: linear, cpu or dense")
     options = parser.parse_args()
 
     from benchmarks.cpu import Setting

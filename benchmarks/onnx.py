@@ -11,7 +11,6 @@ and keys. The whole model differs from torch by no more than torch in float32 di
 
 from __future__ import annotations
 
-import argparse
 import copy
 import csv
 import logging
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import espformer
+from benchmarks.arguments import make_parser
 from benchmarks.measure import RESULTS, Company, conditions
 from espformer.integrations.onnx import export_onnx, onnx_difference
 from espformer.lab.clock import interleaved_seconds
@@ -177,9 +177,9 @@ def write(rows: list[Row], stated: dict[str, str]) -> list[Path]:
 def main() -> int:
     import onnxruntime
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.onnx", description=__doc__)
+    parser = make_parser("onnx", __doc__)
     parser.add_argument("--repeats", type=int, default=11, help="times are medians of this many")
-    parser.add_argument("--save", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--no-save", action="store_true", help="print, and write no results")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
@@ -199,7 +199,7 @@ def main() -> int:
     )
     for line in [HEADER, *(row.cells() for row in rows)]:
         print("  ".join(cell.ljust(20) for cell in line))
-    if options.save:
+    if not options.no_save:
         for path in write(rows, stated):
             print(f"written: {path}")
     return 1 if not all(row.right for row in rows) else 0

@@ -9,7 +9,6 @@ tokens), and the table says so.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.arguments import find_device, make_parser
 from benchmarks.measure import print_table, write_results
 from espformer.lab.bench.tables import file_stem
 from espformer.lab.clock import interleaved_seconds
@@ -100,15 +100,15 @@ def trainer(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--data-dir")
-    parser.add_argument("--batches", type=int, default=10, help="of a turn")
+    parser = make_parser("packed_step", __doc__)
+    parser.add_argument("--device", default="cuda", help="or cpu")
+    parser.add_argument("--data-dir", help="where tweeteval/ lies")
+    parser.add_argument("--batches", type=int, default=10, help="batches of a turn")
     parser.add_argument("--batch", type=int, nargs="+", default=[32, 256], help="tweets of a step")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-save", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of every kind of padding")
+    parser.add_argument("--no-save", action="store_true", help="print, and write no results")
     options = parser.parse_args()
-    device = torch.device(options.device)
+    device = find_device(parser, options.device)
     ids, vocabulary, source = tweets(options.data_dir)
     stated = machine(["python", "-m", "benchmarks.packed_step", *sys.argv[1:]], device)
     stated |= {"model": "TextClassifier()", "texts": source}

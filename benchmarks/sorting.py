@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import find_device, make_parser
 from benchmarks.measure import Company, print_table, write_results
 from benchmarks.memory import new_peak, resident_peak
 from espformer import sorting
@@ -360,15 +361,22 @@ def table(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sorting", description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--tasks", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
-    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser = make_parser("sorting", __doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to measure")
+    parser.add_argument(
+        "--tasks", nargs="+", choices=METHODS, default=list(METHODS), help="what is measured"
+    )
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, default=list(LENGTHS), help="numbers of a row"
+    )
+    parser.add_argument(
+        "--batches", nargs="+", type=int, default=list(BATCHES), help="rows at once"
+    )
     parser.add_argument("--methods", nargs="+", help="some of them, by the names of the table")
     parser.add_argument("--dry-run", action="store_true", help="print, and write no results")
-    parser.add_argument("--one", nargs="+", metavar="TASK METHODS BATCH N", help="used internally")
+    parser.add_argument("--one", nargs="+", metavar="TASK METHODS BATCH N", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    device = find_device(parser, options.device)
     if options.one:
         task, named, batch, *counts = options.one
         if options.device == "cpu":
@@ -380,7 +388,6 @@ def main() -> int:
 
     company = Company()
     rows = table(options.tasks, options.lengths, options.batches, options.device, options.methods)
-    device = torch.device(options.device)
     stated = machine(["python", "-m", "benchmarks.sorting", *sys.argv[1:]], device) | {
         "dtype": "float32",
         "shapes": f"(batch, N) normal numbers; rows: {WIDTH} values for each",

@@ -7,7 +7,6 @@ in turn. The logits of each are compared with those of the same model in float64
 
 from __future__ import annotations
 
-import argparse
 import copy
 import faulthandler
 import sys
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.arguments import find_device, make_parser
 from benchmarks.measure import print_table, write_results
 from espformer.lab.bench.cases import largest_error
 from espformer.lab.bench.tables import file_stem
@@ -114,15 +114,17 @@ def replayed(step: Callable[[], Tensor], device: torch.device) -> Callable[[], o
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--images", type=int, default=64, help="of a step")
+    parser = make_parser("vit_step", __doc__)
+    parser.add_argument("--device", default="cuda", help="or cpu, without graphs")
+    parser.add_argument("--images", type=int, default=64, help="images of a step")
     parser.add_argument("--rounds", type=int, default=20, help="turns of every attention")
-    parser.add_argument("--only", help="names, separated by semicolons")
-    parser.add_argument("--no-save", action="store_true")
+    parser.add_argument(
+        "--only", help=f"some attentions, separated by semicolons: {'; '.join(MECHANISMS)}"
+    )
+    parser.add_argument("--no-save", action="store_true", help="print, and write no results")
     options = parser.parse_args()
     faulthandler.enable()  # print a traceback if a driver crashes
-    device = torch.device(options.device)
+    device = find_device(parser, options.device)
     on_gpu = device.type == "cuda"
     names = options.only.split(";") if options.only else list(MECHANISMS)
     errors: dict[str, float] = {}

@@ -217,6 +217,26 @@ def test_the_reference_has_every_public_name(name):
 
 
 @pytest.mark.slow
+def test_tables_of_the_site_are_as_wide_as_they_must_be(site):
+    """The first table of the results shows its last column, and on a phone several of them."""
+    from tests.lab.report.browser import Browser, find_browser
+
+    if find_browser() is None:
+        pytest.skip("no Chromium here")
+    table = "document.querySelector('.md-content table')"
+    with Browser.start() as browser:
+        tab = browser.open(site / "results.html", width=1280, height=900)
+        text = "document.querySelector('.md-content p')"
+        assert tab.evaluate(f"{table}.offsetWidth <= {text}.offsetWidth")
+        tab = browser.open(site / "results.html", width=390, height=844)
+        inside = "x => x.getBoundingClientRect().right < 390"
+        row = f"[...{table}.querySelectorAll('tbody tr:first-child td')]"
+        assert tab.evaluate(f"{row}.filter({inside}).length") > 2
+        width = f"{table}.querySelector('td.text').getBoundingClientRect().width"
+        assert tab.evaluate(width) > 150
+
+
+@pytest.mark.slow
 def test_docstrings_become_markdown():
     """Not slow, but griffe is among the packages that `make test-slow` installs."""
     pytest.importorskip("griffe")

@@ -50,8 +50,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--count", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=2000, help="problems in all (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="which problems (%(default)s)")
     options = parser.parse_args()
 
     import hypothesis

@@ -115,15 +115,19 @@ def cases() -> dict[str, Callable[[], object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--profile", help="one of them, function by function")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--profile", metavar="NAME", help="one attention, function by function")
     parser.add_argument("--counts", action="store_true", help="only launches, as JSON")
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=200, help="calls of each (%(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     pretend()
-    found = {}
-    for name, call in cases().items():
+    found, known = {}, cases()
+    if options.profile not in (None, *known):
+        parser.error(f"--profile: no {options.profile!r}; there are: {'; '.join(known)}")
+    for name, call in known.items():
         for _ in range(3):
             call()
         Counter.launches = Counter.by_triton = 0

@@ -6,6 +6,7 @@ python tools/options_page.py --check   # fail where the page differs
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -46,6 +47,10 @@ def _in_markdown(meaning: str) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--check"]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if it differs")
+    if parser.parse_args().check:
         sys.exit(0 if PAGE.read_text(encoding="utf-8") == page() else f"{PAGE} is not up to date")
     PAGE.write_text(page(), encoding="utf-8")

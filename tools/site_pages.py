@@ -33,6 +33,8 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", 
 CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()(?P<target>[^)\s]+)(?=\))|(?<=src=\")(?P<source>[^\"]+)(?=\")")
 MATH = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+CELL = re.compile(r"<td((?: style=[^>]*)?)>(.*?)</td>", re.DOTALL)
+LONG = 30  # characters
 REMOTE_WORKER = 'src="https://unpkg.com/iframe-worker/shim"'
 LETTERS = re.compile(r'(?:<mi mathvariant="normal">[A-Za-z]</mi>){2,}')
 
@@ -82,9 +84,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Formulas in LaTeX become MathML, which browsers draw by themselves."""
+    """Formulas in LaTeX become MathML, which browsers draw by themselves; long cells are marked."""
     del page, config, files
-    return MATH.sub(_mathml, html)
+    return CELL.sub(_marked, MATH.sub(_mathml, html))
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
@@ -105,6 +107,12 @@ def _mathml(match: re.Match[str]) -> str:
     mathml = convert(latex.strip(), display="block" if match[2] == "[" else "inline")
     # Words, such as softmax, come letter by letter.
     return LETTERS.sub(lambda m: f"<mi>{re.sub('<[^>]+>', '', m[0])}</mi>", mathml)
+
+
+def _marked(match: re.Match[str]) -> str:
+    """A cell, of the class `text` if it would be a tall one in a narrow column."""
+    long = len(re.sub("<[^>]+>", "", match[2])) > LONG
+    return f'<td class="text"{match[1]}>{match[2]}</td>' if long else match[0]
 
 
 def _outside_code(pattern: re.Pattern[str], change: Any, text: str) -> str:

@@ -109,7 +109,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data-dir", help="where mnist/ lies")
-    parser.add_argument("--seeds", default="0,1,2,3", help="separated by commas")
+    parser.add_argument("--seeds", default="0,1,2,3", help="separated by commas (%(default)s)")
     parser.add_argument("--only", action="append", choices=list(MECHANISMS), help="default: all")
     options = parser.parse_args()
     for seed in map(int, options.seeds.split(",")):

@@ -288,9 +288,12 @@ def test_forks_end_with_their_parent(tiny, tmp_path):
     ]
     parent = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     directory = tmp_path / "tiny" / "plain" / "learnt" / "seed-0"
-    wait_until(lambda: (directory / "last.ckpt").exists())
-    parent.kill()
-    parent.wait()
+    try:
+        wait_until(lambda: (directory / "last.ckpt").exists() or parent.poll() is not None)
+        assert parent.poll() is None
+    finally:  # it would train for hours
+        parent.kill()
+        parent.wait()
 
     def free():
         try:
@@ -304,7 +307,7 @@ def test_forks_end_with_their_parent(tiny, tmp_path):
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 500  # imports alone take minutes where many share the processors
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -5,13 +5,14 @@ import numba
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 
 from espformer import sorting
 from espformer.ops.esp.cpu import number_operators
 from espformer.ops.esp.cpu.compiling import OPTIONS
 from espformer.ops.esp.cpu.sort import sort_tokens
-from tests.compare import UNITS, some
+from tests.compare import some
+from tests.rows import draw_rows, given_rows
 from tests.sorting import dense
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -51,26 +52,11 @@ def test_what_is_kept_may_be_compressed(function):
     assert (found[0] - found[1]).norm() < 0.5 * found[1].norm()
 
 
-KINDS = {
-    "normal": lambda x: x,
-    "ties": torch.round,
-    "clusters": lambda x: x.round() + 1e-4 * x,
-    "wide": lambda x: 1e6 * x,
-    "narrow": lambda x: 1e-6 * x,
-    "far": lambda x: x + 100,
-    "one far": lambda x: torch.cat([x[..., 1:], 1e4 * x[..., :1].abs() + 1], -1),
-    "equal": torch.ones_like,
-}
-any_numbers = given(
+any_numbers = given_rows(
+    ("normal", "ties", "clusters", "wide", "narrow", "far", "one far", "equal"),
     ranks=st.booleans(),
-    unit=st.sampled_from(UNITS),
-    kind=st.sampled_from(sorted(KINDS)),
-    n=st.integers(1, 150),
-    masked=st.booleans(),
     descending=st.booleans(),
     learnt=st.booleans(),
-    exponent=st.floats(-3, 1),
-    seed=st.integers(0, 2**20),
 )
 
 
@@ -89,11 +75,8 @@ def test_thousands_of_numbers(**drawn):
 
 def assert_rows_are_dense(ranks, unit, kind, n, masked, descending, learnt, exponent, seed):
     """Output and gradients of two rows, each against the dense formula of what takes part."""
-    torch.manual_seed(seed)
-    x = KINDS[kind](torch.randn(2, n, dtype=torch.float64))
+    x, t, largest = draw_rows(unit, kind, n, exponent, seed)
     mask = some(2, n) if masked else torch.ones(2, n, dtype=torch.bool)
-    largest = max(float(x.abs().max()), 1e-9)
-    t = 10.0**exponent * (largest if unit == "absolute" else 1.0)
     t = torch.tensor([t, 1.5 * t] if learnt else [t, t]).double()
     options = {"unit": unit, "descending": descending}
     function = sorting.soft_rank if ranks else sorting.soft_sort

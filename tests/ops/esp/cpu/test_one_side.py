@@ -3,13 +3,14 @@
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 
 pytest.importorskip("numba")
 
 from espformer import sorting
 from espformer.ops.esp.cpu import sort_operators
-from tests.compare import BALANCES, METRICS, OUTPUT_TOLERANCE, UNITS, some
+from tests.compare import BALANCES, METRICS, OUTPUT_TOLERANCE, some
+from tests.rows import draw_rows, given_rows
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
@@ -30,28 +31,13 @@ def test_operators(back, width):
     )  # fmt: skip
 
 
-KINDS = {
-    "normal": lambda x: x,
-    "ties": torch.round,
-    "clusters": lambda x: x.round() + 1e-4 * x,
-    "wide": lambda x: 1e6 * x,
-    "narrow": lambda x: 1e-6 * x,
-    "far": lambda x: x + 100,
-}
-
-
-any_sort = given(
+any_sort = given_rows(
+    ("normal", "ties", "clusters", "wide", "narrow", "far"),
     metric=st.sampled_from(METRICS),
     balance=st.sampled_from(BALANCES),
-    unit=st.sampled_from(UNITS),
-    kind=st.sampled_from(sorted(KINDS)),
-    n=st.integers(1, 150),
     width=st.sampled_from((1, 2, 5)),
     hard=st.sampled_from((False, False, False, True)),
-    masked=st.booleans(),
     back=st.booleans(),
-    exponent=st.floats(-3, 1),
-    seed=st.integers(0, 2**20),
 )
 
 
@@ -69,13 +55,10 @@ def test_a_thousand_sorts(**drawn):
 
 
 def assert_cpu_is_linear(metric, balance, unit, kind, n, width, hard, masked, back, exponent, seed):
-    torch.manual_seed(seed)
-    x = KINDS[kind](torch.randn(2, n, dtype=torch.float64))
+    x, t, largest = draw_rows(unit, kind, n, exponent, seed)
     values = torch.randn(2, n, width, dtype=torch.float64)
     function = sorting.soft_unsort if back else sorting.soft_sort
     mask = some(2, n) if masked else None
-    largest = max(float(x.abs().max()), 1e-9)
-    t = 10.0**exponent * (largest if unit == "absolute" else 1.0)
     t = t**2 if unit == "absolute" and metric == "squared" else t
     results = []
     for backend in ("cpu", "linear"):
