@@ -76,8 +76,12 @@ def scale_rows(matrix, scale, n, tiles, stride, out):  # type: ignore[no-untyped
     stand_alone()
     for i in range(n):
         first, last = columns_of(tiles, i)
-        for j in range(first, last, 8):
-            store(out, i * stride + j, scale[i] * load(matrix, i * stride + j, EIGHT))
+        row = i * stride
+        for j in range(first, last - 8, 16):
+            store(out, row + j, scale[i] * load(matrix, row + j, SIXTEEN))
+        if (last - first) % 16:
+            j = last - 8
+            store(out, row + j, scale[i] * load(matrix, row + j, EIGHT))
 
 
 @part

@@ -50,6 +50,7 @@ from espformer.ops.esp.cpu.short_workspace import (
     D_SCALE,
     FORCES,
     FORCES_AT,
+    K_PLACES,
     K_ROWS,
     K_TILES,
     LEFT,
@@ -197,9 +198,9 @@ def short_gradient(
     with_costs, number, banded = d_query.shape[1] > 0, mean.dtype.type, settings.banded
     d_costs = matrices[D_COSTS] if with_costs else matrices[D_COSTS, :0]
     set_ones(buffers.columns[ONES])
-    places = buffers.integers[Q_PLACES]
-    number_ranks(buffers.integers[RANKS])
-    set_multiples(stride, buffers.integers[ROWS])
+    integers, places = buffers.integers, buffers.integers[Q_PLACES]
+    number_ranks(integers[RANKS])
+    set_multiples(stride, integers[ROWS])
     set_multiples(stride, places)
     row_step, step = (np.int64(1), stride) if banded else (stride, np.int64(1))  # of a head's
     first, second, one = np.int64(0), np.int64(1), np.int64(1)
@@ -210,7 +211,8 @@ def short_gradient(
         q_order, k_order = queries.order[head, 0], keys.order[head, 0]
         clear(rows[V_ROWS], stride * width)
         pack(value[head], origin[head], k_order, m, width, rows[V_ROWS])
-        start_head(settings, queries, keys, head, buffers)
+        if banded:
+            start_head(queries, keys, head, integers, stride)
         transpose(rows[V_ROWS], stride, width, rows[TURNED])
         clear(rows[V_ROWS], stride * width)
         pack(upstream[head], origin[head], q_order, n, width, rows[V_ROWS])
@@ -235,19 +237,22 @@ def short_gradient(
                 clear(matrices[RIGHT], size)
             kappa_q = set_side(settings, queries, head, l, True, buffers, first)
             kappa_k = set_side(settings, keys, head, l, True, buffers, second)
-            set_places(settings, queries, keys, head, l, buffers)
+            if banded:
+                q_ranked, k_ranked = queries.order[head, l], keys.order[head, l]
+                set_places(q_ranked, n, k_ranked, m, integers, stride)
             set_plan(settings, pairs, head, n, buffers)
-            own = in_rank_order(banded, forces, buffers, matrices[FORCES_AT])
+            k_places = integers[K_PLACES]
+            own = in_rank_order(banded, forces, k_places, stride, matrices[FORCES_AT])
             gained = inner_product(own, places, plan, tiles[P_TILES], stride)
             d_logit = weight * (gained - expected)
             d_logits[head, l] = d_logit
             share = number(-tau * d_logit / n)
-            add_plan(banded, plan, buffers, weight, mean, share, d_costs)
+            add_plan(banded, plan, tiles[P_TILES], integers, stride, weight, mean, share, d_costs)
             if not settings.slopes:
                 continue
             other = costs
             if with_costs:
-                other = in_rank_order(banded, costs, buffers, matrices[COSTS_AT])
+                other = in_rank_order(banded, costs, k_places, stride, matrices[COSTS_AT])
             mix_two(own, weight, other, share, places, tiles[P_TILES], stride, matrices[D_PLAN])
             set_transpose(banded, weight, share, matrices, places, tiles, stride)
             set_sides_gradient(banded, pairs, head, m, matrices, tiles, stride)

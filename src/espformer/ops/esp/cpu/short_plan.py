@@ -185,57 +185,47 @@ def set_rest(order, n, stride, marks, places):  # type: ignore[no-untyped-def]
 
 
 @part
-def start_head(settings, queries, keys, head, buffers):  # type: ignore[no-untyped-def]
+def start_head(queries, keys, head, integers, stride):  # type: ignore[no-untyped-def]
     """Writes what the places of all slices of a head have in common."""
-    if settings.banded:
-        marks, q_places, k_places = (
-            buffers.integers[SPARE],
-            buffers.integers[Q_PLACES],
-            buffers.integers[K_PLACES],
-        )
-        ranks, stride, n = buffers.integers[Q_RANKS], buffers.stride, queries.lengths[head]
-        set_rest(queries.order[head, 0], n, stride, marks, q_places)
-        set_rest(keys.order[head, 0], keys.lengths[head], stride, marks, k_places)
-        for i in range(n, stride):
-            ranks[q_places[i] // stride] = i * stride
+    n, marks, q_places = queries.lengths[head], integers[SPARE], integers[Q_PLACES]
+    set_rest(queries.order[head, 0], n, stride, marks, q_places)
+    set_rest(keys.order[head, 0], keys.lengths[head], stride, marks, integers[K_PLACES])
+    for i in range(n, stride):
+        integers[Q_RANKS, q_places[i] // stride] = i * stride
 
 
 @part
-def set_places(settings, queries, keys, head, l, buffers):  # type: ignore[no-untyped-def]
+def set_places(q_order, n, k_order, m, integers, stride):  # type: ignore[no-untyped-def]
     """Writes the places of the tokens of one slice."""
-    if settings.banded:
-        q_places, k_places = buffers.integers[Q_PLACES], buffers.integers[K_PLACES]
-        ranks, stride = buffers.integers[Q_RANKS], buffers.stride
-        q_order, k_order = queries.order[head, l], keys.order[head, l]
-        for i in range(queries.lengths[head]):
-            q_places[i] = q_order[i] * stride
-            ranks[q_order[i]] = i * stride
-        for i in range(keys.lengths[head]):
-            k_places[i] = k_order[i] * stride
+    stand_alone()
+    q_places, k_places, ranks = integers[Q_PLACES], integers[K_PLACES], integers[Q_RANKS]
+    for i in range(n):
+        q_places[i] = q_order[i] * stride
+        ranks[q_order[i]] = i * stride
+    for i in range(m):
+        k_places[i] = k_order[i] * stride
 
 
 @part
-def in_rank_order(banded, matrix, buffers, out):  # type: ignore[no-untyped-def]
+def in_rank_order(banded, matrix, k_places, stride, out):  # type: ignore[no-untyped-def]
     """A matrix of a head with the columns of the plan of a slice; its rows stay in token order."""
     if not banded:
         return matrix
-    sort_columns(matrix, buffers.integers[K_PLACES], buffers.stride, out)
+    sort_columns(matrix, k_places, stride, out)
     return out
 
 
 @part
-def add_plan(banded, plan, buffers, weight, out, other_weight, other):  # type: ignore[no-untyped-def]
+def add_plan(banded, plan, tiles, integers, stride, weight, out, other_weight, other):  # type: ignore[no-untyped-def]
     """Adds ``weight P`` to a matrix of a head, and to `other` likewise unless it is empty."""
-    stride = buffers.stride
     if banded:
-        clear_outside(plan, buffers.tiles[P_TILES], stride)
-        add_columns(
-            plan, buffers.integers[Q_RANKS], buffers.integers[K_PLACES], stride, weight, out,
-            other_weight, other,
-        )  # fmt: skip
+        clear_outside(plan, tiles, stride)
+        q_ranks, k_places = integers[Q_RANKS], integers[K_PLACES]
+        add_columns(plan, q_ranks, k_places, stride, weight, out, other_weight, other)
     else:
         add_scaled(plan, weight, stride * stride, out)
-        add_scaled(plan, other_weight, len(other), other)
+        if len(other) > 0:
+            add_scaled(plan, other_weight, stride * stride, other)
 
 
 @part
@@ -264,12 +254,12 @@ def attend_short(
     logit appears.
     """
     stride, width, matrices = buffers.stride, buffers.width, buffers.matrices
-    banded = settings.banded
+    banded, integers, p_tiles = settings.banded, buffers.integers, buffers.tiles[P_TILES]
     mean, plan, size = matrices[MEAN], matrices[PLAN], buffers.stride * buffers.stride
     set_ones(buffers.columns[ONES])
-    number_ranks(buffers.integers[RANKS])
-    set_multiples(stride, buffers.integers[ROWS])
-    set_multiples(stride, buffers.integers[Q_PLACES])
+    number_ranks(integers[RANKS])
+    set_multiples(stride, integers[ROWS])
+    set_multiples(stride, integers[Q_PLACES])
     first, second, one = np.int64(0), np.int64(1), np.int64(1)
     for head in range(h0, h1):
         n, m = queries.lengths[head], keys.lengths[head]
@@ -285,18 +275,20 @@ def attend_short(
                     clear(matrices[RIGHT], size)
                 sort_and_set(settings, query_points, query_mask, queries, head, l, buffers, first)
                 sort_and_set(settings, key_points, key_mask, keys, head, l, buffers, second)
-                if l == 0:
-                    start_head(settings, queries, keys, head, buffers)
-                    if tau != 0:
-                        set_costs(banded, query, key, centre, queries, keys, head, buffers)
+                if l == 0 and banded:
+                    start_head(queries, keys, head, integers, stride)
+                if l == 0 and tau != 0:
+                    set_costs(banded, query, key, centre, queries, keys, head, buffers)
                 if logit != -np.inf:
-                    set_places(settings, queries, keys, head, l, buffers)
+                    if banded:
+                        q_order, k_order = queries.order[head, l], keys.order[head, l]
+                        set_places(q_order, n, k_order, m, integers, stride)
                     set_plan(settings, pairs, head, n, buffers)
                     if tau != 0:
-                        costs = in_rank_order(banded, matrices[COSTS], buffers, matrices[COSTS_AT])
-                        cost = inner_product(
-                            costs, buffers.integers[Q_PLACES], plan, buffers.tiles[P_TILES], stride
+                        costs = in_rank_order(
+                            banded, matrices[COSTS], integers[K_PLACES], stride, matrices[COSTS_AT]
                         )
+                        cost = inner_product(costs, integers[Q_PLACES], plan, p_tiles, stride)
                         logit -= tau * (cost / n)
             weights[head, l] = logit
             if logit == -np.inf:
@@ -311,7 +303,10 @@ def attend_short(
             total += share
             if not empty:
                 share_of_plan = mean.dtype.type(share)
-                add_plan(banded, plan, buffers, share_of_plan, mean, share_of_plan, mean[:0])
+                add_plan(
+                    banded, plan, p_tiles, integers, stride, share_of_plan, mean, share_of_plan,
+                    mean[:0],
+                )  # fmt: skip
         for l in range(query_points.shape[1]):
             weights[head, l] = np.exp(weights[head, l] - best) / total
         if empty:
