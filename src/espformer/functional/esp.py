@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,9 @@ from espformer.ops.esp.options import ESPOptions, Options, takes_options
 from espformer.ops.esp.problem import Problem
 
 BACKENDS = ("auto", "dense", "linear", "cpu", "triton")
+
+TESTED_NUMBA = "0.68"
+_broken: list[str] = []  # why the kernels for CPUs cannot be used, so that this is tried once
 
 
 @takes_options
@@ -218,7 +222,10 @@ def pick_backend(name: str, backend: str, *tokens: Tensor) -> ModuleType:
     if backend == "auto" and device == "cpu" and _takes_kernels(*tokens):
         try:
             return _cpu_kernels(name, device)
-        except ImportError:
+        except ModuleNotFoundError:
+            return linear
+        except ImportError as error:
+            warnings.warn(f'{error}. backend="auto" uses torch instead', stacklevel=2)
             return linear
     nvidia = device == "cuda" and torch.version.hip is None  # kernels have NVIDIA's instructions
     if backend == "linear" or (backend == "auto" and not nvidia):
@@ -256,12 +263,20 @@ def _cpu_kernels(name: str, device: str) -> ModuleType:
             f'{name}: backend="cpu" needs tensors on a CPU, got tensors on {device}; '
             'backend="auto" selects one for the device'
         )
+    if _broken:
+        raise ImportError(_broken[0])
     try:
         from espformer.ops.esp import cpu
-    except ImportError as error:
-        raise ImportError(
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
             f'backend="cpu" needs {how_to_install("numba", "cpu")}; backend="linear" does not'
         ) from error
+    except ImportError as error:
+        _broken.append(
+            f'backend="cpu" does not work here: {error}. It was tested with numba {TESTED_NUMBA} '
+            f'(pip install "numba=={TESTED_NUMBA}.*"); backend="linear" needs none'
+        )
+        raise ImportError(_broken[0]) from error
     return cpu
 
 

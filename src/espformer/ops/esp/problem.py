@@ -69,11 +69,7 @@ class Problem:
         A sort ranks NaN like any number and would hide it. Added to the output, this shows it.
         """
         tensors = (self.query, self.key, self.slices)
-        zero, *others = (
-            torch.linalg.vector_norm(x.detach(), torch.inf, (-2, -1)) * 0
-            for x in tensors
-            if x is not None
-        )
+        zero, *others = (_zero_if_finite(x.detach()) for x in tensors if x is not None)
         for other in others:
             zero = zero + other
         return zero.to(self.dtype)
@@ -139,6 +135,13 @@ class Problem:
             costs, self.slice_logits, self.keep, options.inverse_temperature,
             options.cost_exponent, self.dtype,
         )  # fmt: skip
+
+
+def _zero_if_finite(x: Tensor) -> Tensor:
+    """Zero for every matrix, (batch, …), or NaN if it contains NaN or an infinity."""
+    if x.device.type == "cpu":  # where this takes a tenth of the time of a norm, but two launches
+        return (x * 0).sum((-2, -1))
+    return torch.linalg.vector_norm(x, torch.inf, (-2, -1)) * 0
 
 
 def centre(key: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -145,7 +145,7 @@ def test_forms_in_single_precision(form, balance, metric):
 @pytest.mark.parametrize(
     ("n", "t", "form"),
     [
-        (20, 0.1, "matrices"), (64, 0.1, "bands"), (64, 1.0, "matrices"), (200, 0.03, "bands"),
+        (20, 0.1, "matrices"), (64, 0.1, "bands"), (40, 1.0, "matrices"), (200, 0.03, "bands"),
         (200, 1.0, "recurrences"), (600, 0.01, "recurrences"),
     ],
 )  # fmt: skip

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numba  # without which there is nothing to try
 import torch
 from torch import Tensor
 
 from espformer.ops.common.masks import zero_padding
 from espformer.ops.esp import linear
-from espformer.ops.esp.cpu import number_operators, operators, sort_operators, units
 from espformer.ops.esp.options import ESPOptions
 from espformer.ops.esp.problem import Problem
+
+try:
+    from espformer.ops.esp.cpu import number_operators, operators, sort_operators, trial, units
+
+    trial.try_kernel()
+except Exception as error:  # whatever a numba that is not like the one we know may raise
+    raise ImportError(
+        f"the kernels cannot be compiled with numba {numba.__version__} "
+        f"({type(error).__name__}: {error})"
+    ) from error
 
 FAR = 128.0  # in bandwidths; at this distance exp(-x) underflows in float32
 
@@ -19,12 +29,27 @@ FAR = 128.0  # in bandwidths; at this distance exp(-x) underflows in float32
 def attend(problem: Problem, value: Tensor) -> Tensor:
     """``N · G V``: (batch, N, d), in linear time and memory; a head that holds NaN is all NaN."""
     marker = problem.nonfinite_marker().view(-1, 1, 1)
-    # A head with NaN is computed with zeros, because heads share a workspace.
-    query, key = (x.masked_fill(marker.isnan(), 0) for x in (problem.query, problem.key))
-    problem = replace(problem, query=query, key=key)
+    if not _is_zero(marker):
+        # A head with NaN is computed with zeros, because heads share a workspace.
+        query, key = (x.masked_fill(marker.isnan(), 0) for x in (problem.query, problem.key))
+        out = _attend_finite(replace(problem, query=query, key=key), value) + marker
+    else:
+        out = _attend_finite(problem, value)
+    return zero_padding(out, problem.query_mask)
+
+
+def _is_zero(marker: Tensor) -> bool:
+    """Whether no head contains NaN, for certain: tensors without numbers cannot be asked."""
+    if torch.compiler.is_compiling() or type(marker) is not Tensor:
+        return False
+    return not marker.isnan().any()
+
+
+def _attend_finite(problem: Problem, value: Tensor) -> Tensor:
+    """`attend` for numbers that are all finite; rows of padding hold any numbers."""
     if problem.options.inverse_temperature and problem.options.cost_exponent != 2:
         # The kernels weigh slices by mean squared distances alone.
-        return zero_padding(linear.attend(problem, value) + marker, problem.query_mask)
+        return linear.attend(problem, value)
     problem = problem.scaled()
     value = value.to(problem.dtype)
     options = problem.options
@@ -41,14 +66,14 @@ def attend(problem: Problem, value: Tensor) -> Tensor:
         inv_bandwidth = inv_bandwidth.detach()
         if not options.inverse_temperature:
             problem = replace(problem, query=problem.query.detach(), key=problem.key.detach())
-    out, *_ = operators.attend(
+    out: Tensor = operators.attend(
         problem.query, problem.key, value, query_points, key_points,
         inv_bandwidth.expand(len(value)), _slice_logits(problem, query_points),
         problem.centre().squeeze(-2), problem.query_mask, problem.key_mask,
         float(options.inverse_temperature), options.metric, options.balance, options.hard,
         options.ties, "" if linear.same_lengths(problem) else options.coupling,
-    )  # fmt: skip
-    return zero_padding(out + marker, problem.query_mask)
+    )[0]  # fmt: skip
+    return out
 
 
 def _in_units(problem: Problem, points: Tensor, mask: Tensor | None) -> Tensor:

@@ -11,9 +11,15 @@ from __future__ import annotations
 import numpy as np
 
 from espformer.ops.esp.cpu.compiling import part, stand_alone
-from espformer.ops.esp.cpu.simd import LANES, fill, load, pick, store, total
-
-EIGHT = LANES[8]
+from espformer.ops.esp.cpu.simd import fill, load, store, total
+from espformer.ops.esp.cpu.tiles import (
+    EIGHT,
+    SIXTEEN,
+    multiply_tile,
+    store_rows,
+    turn_places,
+    turn_rows,
+)
 
 
 @part
@@ -82,96 +88,109 @@ def multiply_tiles(left, row_step, step, right, count, stride, k_rows, k_columns
     """``out[i, :] = Σ_k left[i · row_step + k · step] right[k, :]``, k below `count`, in tiles.
 
     `k_rows` and `k_columns` are ranges of k, in eights, for rows of tiles and for columns; the sum
-    is over what both have.
+    is over what both have. Tiles are taken in pairs, so `right` is known in the neighbours of its
+    tiles too, see `dense.columns_of`, and some tiles of `out` beside its range are overwritten.
     """
     stand_alone()
-    zero = fill(out.dtype.type(0), EIGHT)
+    many = tiles.shape[1]
+    for i in range(many):
+        for j in range(tiles[0, i] & ~1, tiles[1, i], 2):
+            other = min(j + 1, many - 1)
+            first = 8 * max(k_rows[0, i], min(k_columns[0, j], k_columns[0, other]))
+            last = 8 * min(k_rows[1, i], max(k_columns[1, j], k_columns[1, other]))
+            terms, at = min(last, count) - first, 8 * i * row_step + first * step
+            place, to = first * stride + 8 * j, 8 * (i * stride + j)
+            if other > j:
+                multiply_tile(
+                    left, at, row_step, step, right, place, stride, terms, out, to, SIXTEEN
+                )
+            else:
+                multiply_tile(left, at, row_step, step, right, place, stride, terms, out, to, EIGHT)
+
+
+@part
+def transpose_tiles(matrix, tiles, stride, out):  # type: ignore[no-untyped-def]
+    """The transpose of some tiles."""
+    stand_alone()
     for i in range(tiles.shape[1]):
         for j in range(tiles[0, i], tiles[1, i]):
-            first = 8 * max(k_rows[0, i], k_columns[0, j])
-            last = min(8 * min(k_rows[1, i], k_columns[1, j]), count)
-            r0, r1, r2, r3, r4, r5, r6, r7 = zero, zero, zero, zero, zero, zero, zero, zero
-            at, place = 8 * i * row_step + first * step, first * stride + 8 * j
-            for _ in range(first, last):
-                row = load(right, place, EIGHT)
-                r0 = r0 + pick(left, at, EIGHT) * row
-                r1 = r1 + pick(left, at + row_step, EIGHT) * row
-                r2 = r2 + pick(left, at + 2 * row_step, EIGHT) * row
-                r3 = r3 + pick(left, at + 3 * row_step, EIGHT) * row
-                r4 = r4 + pick(left, at + 4 * row_step, EIGHT) * row
-                r5 = r5 + pick(left, at + 5 * row_step, EIGHT) * row
-                r6 = r6 + pick(left, at + 6 * row_step, EIGHT) * row
-                r7 = r7 + pick(left, at + 7 * row_step, EIGHT) * row
-                at += step
-                place += stride
-            place = 8 * (i * stride + j)
-            store(out, place, r0)
-            store(out, place + stride, r1)
-            store(out, place + 2 * stride, r2)
-            store(out, place + 3 * stride, r3)
-            store(out, place + 4 * stride, r4)
-            store(out, place + 5 * stride, r5)
-            store(out, place + 6 * stride, r6)
-            store(out, place + 7 * stride, r7)
+            found = turn_rows(matrix, 8 * (i * stride + j), stride)
+            store_rows(out, 8 * (j * stride + i), stride, found)
 
 
 @part
-def gather(matrix, rows, n, columns, m, tiles, stride, out):  # type: ignore[no-untyped-def]
-    """``out[i, j] = matrix[rows_i, columns_j]`` for i < n and j < m, zeros beyond, of some tiles.
+def clear_outside(matrix, tiles, stride):  # type: ignore[no-untyped-def]
+    """Zeros in all tiles but some."""
+    stand_alone()
+    zero = fill(matrix.dtype.type(0), EIGHT)
+    for i in range(8 * tiles.shape[1]):
+        for j in range(0, min(8 * tiles[0, i >> 3], stride), 8):
+            store(matrix, i * stride + j, zero)
+        for j in range(8 * tiles[1, i >> 3], stride, 8):
+            store(matrix, i * stride + j, zero)
 
-    Places are unsigned: numba would look whether each of them counts from the end.
+
+@part
+def sort_columns(turned, places, stride, out):  # type: ignore[no-untyped-def]
+    """``out[i, j] = turned[places_j + i]``: the row at places_j becomes column j.
+
+    Whole rows are read, and transposed in registers. Columns would be moved number by number.
     """
     stand_alone()
+    for i in range(0, stride, 8):
+        for j in range(0, stride, 8):
+            store_rows(out, i * stride + j, stride, turn_places(turned, places, j, i))
+
+
+@part
+def add_to_rows(x, weight, out, places, first, column):  # type: ignore[no-untyped-def]
+    """Adds eight vectors to as many rows that begin at `places`, from the `first` of these on."""
+    at = np.uintp(first)
+    for i in range(8):
+        place = places[at + np.uintp(i)] + column
+        store(out, place, load(out, place, EIGHT) + weight * x[i])
+
+
+@part
+def add_columns(matrix, q_ranks, k_places, stride, weight, out, other_weight, other):  # type: ignore[no-untyped-def]
+    """``out[k_places_j + i] += weight matrix[q_ranks_i + j]``, the reverse of `sort_columns` for a
+    matrix with sorted rows; to `other` likewise, unless it is empty.
+    """
+    stand_alone()
+    two = len(other) > 0
+    for j in range(0, stride, 8):
+        for i in range(0, stride, 8):
+            x = turn_places(matrix, q_ranks, i, j)
+            add_to_rows(x, weight, out, k_places, j, i)
+            if two:
+                add_to_rows(x, other_weight, other, k_places, j, i)
+
+
+@part
+def inner_product(x, places, y, tiles, stride):  # type: ignore[no-untyped-def]
+    """``Σ x[places_i + j] y[i, j]`` over some tiles; four sums, so that none waits for the last."""
+    stand_alone()
+    zero = fill(x.dtype.type(0), EIGHT)
+    a, b, c, d = zero, zero, zero, zero
+    for i in range(0, 8 * tiles.shape[1], 4):
+        at = np.uintp(i)
+        x0, x1 = places[at], places[at + np.uintp(1)]
+        x2, x3 = places[at + np.uintp(2)], places[at + np.uintp(3)]
+        for j in range(8 * tiles[0, i >> 3], 8 * tiles[1, i >> 3], 8):
+            place = i * stride + j
+            a = a + load(x, x0 + j, EIGHT) * load(y, place, EIGHT)
+            b = b + load(x, x1 + j, EIGHT) * load(y, place + stride, EIGHT)
+            c = c + load(x, x2 + j, EIGHT) * load(y, place + 2 * stride, EIGHT)
+            d = d + load(x, x3 + j, EIGHT) * load(y, place + 3 * stride, EIGHT)
+    return total((a + b) + (c + d))
+
+
+@part
+def mix_two(x, a, y, b, places, tiles, stride, out):  # type: ignore[no-untyped-def]
+    """``out[i, j] = a x[places_i + j] + b y[places_i + j]`` in some tiles."""
+    stand_alone()
     for i in range(8 * tiles.shape[1]):
-        first, last = 8 * tiles[0, i >> 3], 8 * tiles[1, i >> 3]
-        known = first
-        if i < n:
-            known, source = min(last, m), rows[i] * stride
-            for j in range(first, known):
-                place = np.uintp(source + columns[np.uintp(j)])
-                out[np.uintp(i * stride + j)] = matrix[place]
-        for j in range(known, last):
-            out[np.uintp(i * stride + j)] = 0
-
-
-@part
-def scatter(matrix, rows, n, columns, m, tiles, stride, weight, out):  # type: ignore[no-untyped-def]
-    """``out[rows_i, columns_j] += weight matrix[i, j]`` for i < n and j < m, of some tiles."""
-    stand_alone()
-    for i in range(n):
-        target = rows[i] * stride
-        for j in range(8 * tiles[0, i >> 3], min(8 * tiles[1, i >> 3], m)):
-            place = np.uintp(target + columns[np.uintp(j)])
-            out[place] += weight * matrix[np.uintp(i * stride + j)]
-
-
-@part
-def is_full(tiles):  # type: ignore[no-untyped-def]
-    """Whether a band has all tiles; ranges ascend."""
-    many = tiles.shape[1]
-    return tiles[0, many - 1] == 0 and tiles[1, 0] == many
-
-
-@part
-def inner_product(x, y, tiles, stride):  # type: ignore[no-untyped-def]
-    """``Σ x y`` over some tiles; all of them are one long row."""
-    stand_alone()
-    found, rows, full = fill(x.dtype.type(0), EIGHT), 8 * tiles.shape[1], is_full(tiles)
-    for i in range(1 if full else rows):
-        first = 0 if full else i * stride + 8 * tiles[0, i >> 3]
-        last = rows * stride if full else i * stride + 8 * tiles[1, i >> 3]
-        for place in range(first, last, 8):
-            found = found + load(x, place, EIGHT) * load(y, place, EIGHT)
-    return total(found)
-
-
-@part
-def mix_two(x, a, y, b, tiles, stride, out):  # type: ignore[no-untyped-def]
-    """``out = a x + b y`` in some tiles."""
-    stand_alone()
-    rows, full = 8 * tiles.shape[1], is_full(tiles)
-    for i in range(1 if full else rows):
-        first = 0 if full else i * stride + 8 * tiles[0, i >> 3]
-        last = rows * stride if full else i * stride + 8 * tiles[1, i >> 3]
-        for place in range(first, last, 8):
-            store(out, place, a * load(x, place, EIGHT) + b * load(y, place, EIGHT))
+        source, target = places[np.uintp(i)], i * stride
+        for j in range(8 * tiles[0, i >> 3], 8 * tiles[1, i >> 3], 8):
+            row = a * load(x, source + j, EIGHT) + b * load(y, source + j, EIGHT)
+            store(out, target + j, row)

@@ -16,18 +16,18 @@ import numpy as np
 from espformer.ops.esp.cpu.compiling import part, stand_alone
 from espformer.ops.esp.cpu.rows import clear
 from espformer.ops.esp.cpu.simd import (
-    LANES,
     absolute,
     exp,
     fill,
+    fold,
     load,
-    pick,
     store,
     total,
+    turn,
     where_above,
 )
+from espformer.ops.esp.cpu.tiles import EIGHT, SIXTEEN
 
-EIGHT = LANES[8]
 NEGLIGIBLE = -41.4  # exp of less: see `exponentials.NEGLIGIBLE`
 
 
@@ -52,16 +52,22 @@ def spread_out(x, order, n, fallback, stride, y):  # type: ignore[no-untyped-def
 
 
 @part
-def set_matrix(numbers, points, n, inv_bandwidth, squared, tiles, stride, matrix):  # type: ignore[no-untyped-def]
-    """κ of the `numbers` of all tokens, of which `points` are the n sorted ones."""
-    stand_alone()
+def columns_of(tiles, i):  # type: ignore[no-untyped-def]
+    """The first and the last column that are written in row i, the last excluded.
+
+    Products take pairs of tiles, so a tile at the end of a range has its neighbour written too.
+    """
+    first, last = tiles[0, i >> 3] & ~1, (tiles[1, i >> 3] + 1) & ~1
+    return 8 * first, 8 * min(last, tiles.shape[1])
+
+
+@part
+def values_of(numbers, j, here, inv_bandwidth, squared, lanes):  # type: ignore[no-untyped-def]
+    """κ between the number `here` and some of the numbers of all tokens, from j on."""
     number = numbers.dtype.type
-    for i in range(n):
-        here = fill(points[i], EIGHT)
-        for j in range(8 * tiles[0, i >> 3], 8 * tiles[1, i >> 3], 8):
-            x = inv_bandwidth * (load(numbers, j, EIGHT) - here)
-            fall = number(-1) * (x * x if squared else absolute(x))
-            store(matrix, i * stride + j, where_above(fall, number(NEGLIGIBLE), exp(fall)))
+    x = inv_bandwidth * (load(numbers, j, lanes) - fill(here, lanes))
+    fall = number(-1) * (x * x if squared else absolute(x))
+    return where_above(fall, number(NEGLIGIBLE), exp(fall))
 
 
 @part
@@ -69,30 +75,40 @@ def scale_rows(matrix, scale, n, tiles, stride, out):  # type: ignore[no-untyped
     """``out = diag(scale) matrix``."""
     stand_alone()
     for i in range(n):
-        for j in range(8 * tiles[0, i >> 3], 8 * tiles[1, i >> 3], 8):
-            store(out, i * stride + j, scale[i] * load(matrix, i * stride + j, EIGHT))
+        first, last = columns_of(tiles, i)
+        row = i * stride
+        for j in range(first, last - 8, 16):
+            store(out, row + j, scale[i] * load(matrix, row + j, SIXTEEN))
+        if (last - first) % 16:
+            j = last - 8
+            store(out, row + j, scale[i] * load(matrix, row + j, EIGHT))
 
 
 @part
 def set_rows(numbers, points, n, inv_bandwidth, squared, tiles, stride, known, scale, matrix):  # type: ignore[no-untyped-def]
-    """``diag(scale) κ``, whose rows sum to one; the scales are computed unless they are given.
+    """``diag(scale) κ`` of the `numbers` of all tokens, of which `points` are the n sorted ones.
 
-    All rows are summed before the first division, so that no sum waits for a division.
+    Unless they are given, the scales are computed: those whose rows sum to one. All rows are summed
+    before the first division, so that no sum waits for a division.
     """
     stand_alone()
     number = numbers.dtype.type
     for i in range(n):
-        here = fill(points[i], EIGHT)
-        share = fill(scale[i] if known else number(1), EIGHT)
-        found = fill(number(0), EIGHT)
-        for j in range(8 * tiles[0, i >> 3], 8 * tiles[1, i >> 3], 8):
-            x = inv_bandwidth * (load(numbers, j, EIGHT) - here)
-            fall = number(-1) * (x * x if squared else absolute(x))
-            value = where_above(fall, number(NEGLIGIBLE), exp(fall))
+        share, row = (scale[i] if known else number(1)), i * stride
+        first, last = columns_of(tiles, i)
+        found = fill(number(0), SIXTEEN)
+        for j in range(first, last - 8, 16):
+            value = values_of(numbers, j, points[i], inv_bandwidth, squared, SIXTEEN)
             found = found + value
-            store(matrix, i * stride + j, share * value)
+            store(matrix, row + j, share * value)
+        sums = fold(found)
+        if (last - first) % 16:
+            j = last - 8
+            value = values_of(numbers, j, points[i], inv_bandwidth, squared, EIGHT)
+            store(matrix, row + j, share * value)
+            sums = sums + value
         if not known:
-            scale[i] = total(found)
+            scale[i] = total(sums)
     if not known:
         for i in range(n):
             scale[i] = 1 / scale[i]
@@ -100,70 +116,41 @@ def set_rows(numbers, points, n, inv_bandwidth, squared, tiles, stride, known, s
 
 
 @part
-def scale_columns(matrix, scale, n, tiles, stride, out):  # type: ignore[no-untyped-def]
-    """``out = matrix diag(scale)``."""
+def scale_both(matrix, row_scale, column_scale, n, tiles, stride, out):  # type: ignore[no-untyped-def]
+    """``out = diag(row_scale) matrix diag(column_scale)``."""
     stand_alone()
     for i in range(n):
-        for j in range(8 * tiles[0, i >> 3], 8 * tiles[1, i >> 3], 8):
-            row = load(matrix, i * stride + j, EIGHT)
-            store(out, i * stride + j, load(scale, j, EIGHT) * row)
+        first, last = columns_of(tiles, i)
+        for j in range(first, last, 8):
+            row = row_scale[i] * load(matrix, i * stride + j, EIGHT)
+            store(out, i * stride + j, load(column_scale, j, EIGHT) * row)
 
 
 @part
 def multiply_column(kappa, x, y):  # type: ignore[no-untyped-def]
-    """``y = κ x`` for one number per rank."""
-    stand_alone()
-    stride, numbers, tiles = kappa.stride, kappa.spare, kappa.tiles
-    spread_out(x, kappa.order, kappa.n, x.dtype.type(0), stride, numbers)
-    for i in range(kappa.n):
-        found = fill(x.dtype.type(0), EIGHT)
-        for j in range(8 * tiles[0, i >> 3], 8 * tiles[1, i >> 3], 8):
-            row = load(kappa.matrix, i * stride + j, EIGHT)
-            found = found + row * load(numbers, j, EIGHT)
-        y[i] = total(found)
+    """``y = κ x`` for one number per rank, in whole tiles: what lies behind n is overwritten.
 
-
-@part
-def multiply(left, row_step, step, right, count, rows, columns, out):  # type: ignore[no-untyped-def]
-    """``out[i, :] = Σ_k left[i · row_step + k · step] right[k, :]``, with k up to `count`.
-
-    Blocks of eight rows and eight columns stay in registers; rows are padded to a multiple of
-    eight.
+    The sums of eight rows are added across lanes together.
     """
     stand_alone()
-    zero = fill(out.dtype.type(0), EIGHT)
-    for i in range(0, rows, 8):
-        for j in range(0, columns, 8):
-            r0, r1, r2, r3, r4, r5, r6, r7 = zero, zero, zero, zero, zero, zero, zero, zero
-            at, place = i * row_step, j
-            for _ in range(count):
-                row = load(right, place, EIGHT)
-                r0 = r0 + pick(left, at, EIGHT) * row
-                r1 = r1 + pick(left, at + row_step, EIGHT) * row
-                r2 = r2 + pick(left, at + 2 * row_step, EIGHT) * row
-                r3 = r3 + pick(left, at + 3 * row_step, EIGHT) * row
-                r4 = r4 + pick(left, at + 4 * row_step, EIGHT) * row
-                r5 = r5 + pick(left, at + 5 * row_step, EIGHT) * row
-                r6 = r6 + pick(left, at + 6 * row_step, EIGHT) * row
-                r7 = r7 + pick(left, at + 7 * row_step, EIGHT) * row
-                at += step
-                place += columns
-            place = i * columns + j
-            store(out, place, r0)
-            store(out, place + columns, r1)
-            store(out, place + 2 * columns, r2)
-            store(out, place + 3 * columns, r3)
-            store(out, place + 4 * columns, r4)
-            store(out, place + 5 * columns, r5)
-            store(out, place + 6 * columns, r6)
-            store(out, place + 7 * columns, r7)
-
-
-@part
-def transpose(matrix, rows, columns, identity, out):  # type: ignore[no-untyped-def]
-    """By a product with the identity, `rows` by `rows`: faster than moving numbers one by one."""
-    one = np.int64(1)
-    multiply(matrix, one, columns, identity, rows, columns, rows, out)
+    stride, numbers, tiles, matrix = kappa.stride, kappa.spare, kappa.tiles, kappa.matrix
+    spread_out(x, kappa.order, kappa.n, x.dtype.type(0), stride, numbers)
+    zero = fill(x.dtype.type(0), EIGHT)
+    for i in range(-(-kappa.n // 8)):
+        r0, r1, r2, r3, r4, r5, r6, r7 = zero, zero, zero, zero, zero, zero, zero, zero
+        for j in range(8 * tiles[0, i], 8 * tiles[1, i], 8):
+            number, at = load(numbers, j, EIGHT), 8 * i * stride + j
+            r0 = r0 + load(matrix, at, EIGHT) * number
+            r1 = r1 + load(matrix, at + stride, EIGHT) * number
+            r2 = r2 + load(matrix, at + 2 * stride, EIGHT) * number
+            r3 = r3 + load(matrix, at + 3 * stride, EIGHT) * number
+            r4 = r4 + load(matrix, at + 4 * stride, EIGHT) * number
+            r5 = r5 + load(matrix, at + 5 * stride, EIGHT) * number
+            r6 = r6 + load(matrix, at + 6 * stride, EIGHT) * number
+            r7 = r7 + load(matrix, at + 7 * stride, EIGHT) * number
+        s = turn(r0, r1, r2, r3, r4, r5, r6, r7)
+        found = ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]))
+        store(y, 8 * i, found)
 
 
 @part

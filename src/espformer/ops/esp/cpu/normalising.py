@@ -52,7 +52,7 @@ def balance_steps(kappa, ones, exponents, x, r, spare):  # type: ignore[no-untyp
 
 @part
 def balance_gradient(kappa, exponents, x, r, dx, spare, other, pairs, many):  # type: ignore[no-untyped-def]
-    """The backward pass of `balance_steps`, from ``dx``, which is overwritten.
+    """The backward pass of `balance_steps`, from ``dx``, which is overwritten, in whole vectors.
 
     Every product κx with an upstream gradient p is a pair of columns that contributes to the
     gradient of the points. Pairs are written to blocks of `many` pairs, (blocks, …): of every rank
@@ -62,12 +62,14 @@ def balance_gradient(kappa, exponents, x, r, dx, spare, other, pairs, many):  # 
     n = kappa.n
     steps = len(exponents)
     for step in range(steps - 1, -1, -1):
-        block, place = step // many, step % many
-        for i in range(n):
+        block, place, exponent = step // many, step % many, exponents[step]
+        for i in range(0, n, 16):
             # dr_i = -ω x_{i+1} / r dx_{i+1}; what κx receives is dr x_i
-            dr = -exponents[step] * x[step + 1, i] / r[step, i] * dx[i]
-            spare[i] = dr * x[step, i]
-            dx[i] = (dx[i] * x[step + 1, i] + dr * r[step, i]) / x[step, i]
+            before, after = load(x[step], i, WIDE), load(x[step + 1], i, WIDE)
+            arrived = after * load(dx, i, WIDE)
+            store(spare, i, -exponent * (arrived * before / load(r[step], i, WIDE)))
+            store(dx, i, (1 - exponent) * (arrived / before))
+        for i in range(n):
             pairs[block, place + 2 * many * i] = x[step, i]
             pairs[block, place + 2 * many * i + many] = spare[i]
         multiply_column(kappa, spare, other)

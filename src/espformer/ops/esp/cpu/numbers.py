@@ -124,20 +124,27 @@ def set_gaps(points, n, inv_width, ranks, decays, gaps):  # type: ignore[no-unty
 
 
 @part
+def sides_of(buffers):  # type: ignore[no-untyped-def]
+    """Sums to the left and to the right, and moments likewise."""
+    return buffers[LEFT], buffers[RIGHT], buffers[LEFT_FAR], buffers[RIGHT_FAR]
+
+
+@part
+def start_row(buffers, n):  # type: ignore[no-untyped-def]
+    """`sides_of` the buffers, for weights of one."""
+    for i in range(n):
+        buffers[WEIGHTS, i] = 1
+    return sides_of(buffers)
+
+
+@part
 def sort_row(points, n, shape, tied, buffers, kept, out):  # type: ignore[no-untyped-def]
     """``s + w e``, in the scale of the numbers."""
     stand_alone()
-    left, right, left_far, right_far = (
-        buffers[LEFT],
-        buffers[RIGHT],
-        buffers[LEFT_FAR],
-        buffers[RIGHT_FAR],
-    )
+    left, right, left_far, right_far = start_row(buffers, n)
     scales, shifts, pulls, difference = kept[SCALES], kept[SHIFTS], kept[PULLS], buffers[MORE]
     number = points.dtype.type
     one = number(1)
-    for i in range(n):
-        buffers[WEIGHTS, i] = one
     sums_and_moments(
         buffers[DECAYS], buffers[GAPS], buffers[WEIGHTS], n, left, right, left_far, right_far
     )  # fmt: skip
@@ -155,17 +162,10 @@ def sort_row(points, n, shape, tied, buffers, kept, out):  # type: ignore[no-unt
 def rank_row(points, n, tied, order, buffers, kept, out):  # type: ignore[no-untyped-def]
     """``n + 1 + e_n`` of every rank, at its token."""
     stand_alone()
-    left, right, left_far, right_far = (
-        buffers[LEFT],
-        buffers[RIGHT],
-        buffers[LEFT_FAR],
-        buffers[RIGHT_FAR],
-    )
+    left, right, left_far, right_far = start_row(buffers, n)
     scales, shifts, pulls, masses = kept[SCALES], kept[SHIFTS], kept[PULLS], kept[MASSES]
     difference, sizes = buffers[MORE], buffers[FOUND]
     one = points.dtype.type(1)
-    for i in range(n):
-        buffers[WEIGHTS, i] = one
     sums(buffers[DECAYS], buffers[WEIGHTS], n, left, right)
     signed(points, n, tied, left, right, kept[SIGNS])
     for i in range(n):
@@ -229,12 +229,7 @@ def sort_row_gradient(points, n, tied, upstream, buffers, kept, found):  # type:
     With ``x = o g`` it is ``g_n ∂e_n + (κx)_n - l_n - r_n - Σ_j sign(j - n) κ_nj x_j e_j``.
     """
     stand_alone()
-    left, right, left_far, right_far = (
-        buffers[LEFT],
-        buffers[RIGHT],
-        buffers[LEFT_FAR],
-        buffers[RIGHT_FAR],
-    )
+    left, right, left_far, right_far = sides_of(buffers)
     weights, more, shifts, pulls = buffers[WEIGHTS], buffers[MORE], kept[SHIFTS], kept[PULLS]
     for i in range(n):
         weights[i] = upstream[i] * kept[SCALES, i]
@@ -258,12 +253,7 @@ def rank_row_gradient(points, n, tied, order, upstream, buffers, kept, found):  
     ``g_n ∂e_n - o_n (l_n + r_n + Σ_j sign κ_nj x_j e_j) + Σ_j sign κ_nj (h_n + h_j)``.
     """
     stand_alone()
-    left, right, left_far, right_far = (
-        buffers[LEFT],
-        buffers[RIGHT],
-        buffers[LEFT_FAR],
-        buffers[RIGHT_FAR],
-    )
+    left, right, left_far, right_far = sides_of(buffers)
     weights, more, product = buffers[WEIGHTS], buffers[MORE], buffers[PRODUCT]
     scales, shifts, pulls = kept[SCALES], kept[SHIFTS], kept[PULLS]
     for i in range(n):

@@ -30,7 +30,7 @@ from espformer.ops.esp.cpu.short_workspace import (
 )
 from espformer.ops.esp.cpu.simd import LANES
 from espformer.ops.esp.cpu.soft_plan import Pairs, Settings, Side
-from espformer.ops.esp.cpu.threads import run, shares
+from espformer.ops.esp.cpu.threads import once_per_thread, run, shares
 from espformer.ops.esp.cpu.workspace import new_workspace
 
 OPTIONS = 6  # the last arguments of `cpu_attend`
@@ -106,11 +106,11 @@ def _form_of(
         return MATRICES
     near = max(_near(*side, inv_bandwidth) for side in (query, key))
     if tokens <= SHORT[metric]:
-        return BANDS if near + 8 < 0.72 * tokens else MATRICES
-    # Multiplications for each rank, and what else is done with a rank, both as measured. Threads
-    # share the slices of a head only in recurrences.
+        return BANDS if near + 8 < 0.9 * tokens else MATRICES
+    # What is done for each rank, as measured: changes of order, products, and all else with a band.
+    # Threads share the slices of a head only in recurrences.
     wide = near + 8  # whole tiles
-    less = wide * (wide / 90 + 1.1) < columns + 45
+    less = tokens**2 / 2150 + wide * (wide / 185 + 0.54) < columns + 48
     return BANDS if less and heads >= torch.get_num_threads() else RECURRENCES
 
 
@@ -144,9 +144,12 @@ def _run_short(
     operands = tuple(_array(x) if isinstance(x, Tensor) else x for x in operands)
     steps = len(settings.exponents) + 1 if settings.balanced else 0
 
-    def arguments(index: int) -> tuple[Any, ...]:
-        buffers = new_short_workspace(tokens, columns, settings.table.dtype, steps, matrices)
-        return settings, *operands, buffers
+    workspace = once_per_thread(
+        lambda: new_short_workspace(tokens, columns, settings.table.dtype, steps, matrices)
+    )
+
+    def arguments(_: int) -> tuple[Any, ...]:
+        return settings, *operands, workspace()
 
     run(kernel, shares(heads, 1, slices * heads * tokens**3), arguments)
 
@@ -188,13 +191,14 @@ class _Work:
         steps = len(self.settings.exponents) + 1 if self.settings.balanced else 0
         blocks = -(-(max(steps, 1) + 2) // gradients.IN_BLOCK) if pairs else 0
 
+        sizes = {"columns": width, "lanes": lanes, "steps": steps, "pairs": blocks}
+        workspace = once_per_thread(
+            lambda: new_workspace(self.tokens, self.settings.table, **sizes)
+        )
+
         def arguments(index: int) -> tuple[Any, ...]:
-            buffers = new_workspace(
-                self.tokens, self.settings.table, columns=width, steps=steps,
-                lanes=lanes, pairs=blocks,
-            )  # fmt: skip
             own = (_array(x[self.shares[index].part]) for x in sums)
-            return self.settings, *operands, *own, buffers, *(lanes,) * (rows and width > 0)
+            return self.settings, *operands, *own, workspace(), *(lanes,) * (rows and width > 0)
 
         run(kernel, self.shares, arguments)
 

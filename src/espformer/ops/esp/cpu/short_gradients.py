@@ -8,26 +8,32 @@ from espformer.ops.esp.cpu.bands import (
     inner_product,
     mix_two,
     multiply_tiles,
-    transpose_ranges,
+    transpose_tiles,
 )
 from espformer.ops.esp.cpu.compiling import kernel, part, stand_alone
 from espformer.ops.esp.cpu.dense import (
     couple,
     kernel_slope,
-    multiply,
     pack,
     products,
-    scale_columns,
-    scale_rows,
+    scale_both,
     spread_out,
     subtract_from_rows,
-    transpose,
     unpack,
 )
 from espformer.ops.esp.cpu.gradients import bandwidth_gradient
 from espformer.ops.esp.cpu.normalising import balance_gradient, balance_steps
 from espformer.ops.esp.cpu.rows import clear, number_ranks, set_ones
-from espformer.ops.esp.cpu.short_plan import add_plan, in_rank_order, set_costs, set_plan, set_side
+from espformer.ops.esp.cpu.short_plan import (
+    add_plan,
+    in_rank_order,
+    set_costs,
+    set_multiples,
+    set_places,
+    set_plan,
+    set_side,
+    start_head,
+)
 from espformer.ops.esp.cpu.short_workspace import (
     ACROSS,
     ANY,
@@ -42,10 +48,9 @@ from espformer.ops.esp.cpu.short_workspace import (
     D_PLAN_T,
     D_RIGHT,
     D_SCALE,
-    DIAGONAL,
     FORCES,
     FORCES_AT,
-    IDENTITY,
+    K_PLACES,
     K_ROWS,
     K_TILES,
     LEFT,
@@ -54,17 +59,19 @@ from espformer.ops.esp.cpu.short_workspace import (
     ONES,
     OUT_ROWS,
     P_TILES,
-    P_TILES_T,
     PLAN,
     Q_NUMBERS,
+    Q_PLACES,
     Q_ROWS,
     Q_TILES,
     RIGHT,
+    ROWS,
     SLOPES,
     TURNED,
     V_ROWS,
 )
 from espformer.ops.esp.cpu.soft_plan import RANKS
+from espformer.ops.esp.cpu.tiles import multiply, transpose
 
 
 @part
@@ -81,8 +88,7 @@ def balanced_gradient(kappa, settings, scale, soft, d_soft, buffers):  # type: i
     balance_steps(kappa, columns[ONES], exponents, x, r, columns[MIXED])
     balance_gradient(kappa, exponents, x, r, d_scale, columns[SLOPES], columns[MIXED], pairs, many)
     spread_out(scale, order, n, scale.dtype.type(0), stride, by_token)
-    scale_rows(d_soft, scale, n, kappa.tiles, stride, d_soft)
-    scale_columns(d_soft, by_token, n, kappa.tiles, stride, d_soft)
+    scale_both(d_soft, scale, by_token, n, kappa.tiles, stride, d_soft)
     # The gradient of a product κx is a pair of columns, p and x: dκ = p xᵀ, with x by token.
     operands, found = buffers.operands, buffers.matrices[D_PLAN]
     clear(operands, many * stride)
@@ -93,22 +99,19 @@ def balanced_gradient(kappa, settings, scale, soft, d_soft, buffers):  # type: i
     multiply_tiles(
         pairs[0, many:], 2 * many, one, operands, many, stride, every, every, tiles, found
     )
-    mix_two(d_soft, scale.dtype.type(1), found, scale.dtype.type(1), tiles, stride, d_soft)
+    unit, places = scale.dtype.type(1), buffers.integers[ROWS]
+    mix_two(d_soft, unit, found, unit, places, tiles, stride, d_soft)
 
 
 @part
-def set_transpose(banded, weight, share, matrices, tiles, stride):  # type: ignore[no-untyped-def]
+def set_transpose(banded, weight, share, matrices, places, tiles, stride):  # type: ignore[no-untyped-def]
     """``dPᵀ``, which is ``weight Eᵀ + share Cᵀ``."""
-    one = np.int64(1)
     if banded:
-        transpose_ranges(tiles[P_TILES], tiles[P_TILES_T])
-        multiply_tiles(
-            matrices[D_PLAN], one, stride, matrices[IDENTITY], stride, stride, tiles[P_TILES_T],
-            tiles[DIAGONAL], tiles[P_TILES_T], matrices[D_PLAN_T],
-        )  # fmt: skip
+        transpose_tiles(matrices[D_PLAN], tiles[P_TILES], stride, matrices[D_PLAN_T])
     else:
         forces_t, costs_t = matrices[FORCES_AT], matrices[COSTS_AT]
-        mix_two(forces_t, weight, costs_t, share, tiles[P_TILES], stride, matrices[D_PLAN_T])
+        every, out = tiles[P_TILES], matrices[D_PLAN_T]
+        mix_two(forces_t, weight, costs_t, share, places, every, stride, out)
 
 
 @part
@@ -193,8 +196,13 @@ def short_gradient(
     mean, plan, size = matrices[MEAN], matrices[PLAN], buffers.stride * buffers.stride
     forces, costs, tiles = matrices[FORCES], matrices[COSTS], buffers.tiles
     with_costs, number, banded = d_query.shape[1] > 0, mean.dtype.type, settings.banded
+    d_costs = matrices[D_COSTS] if with_costs else matrices[D_COSTS, :0]
     set_ones(buffers.columns[ONES])
-    number_ranks(buffers.integers[RANKS])
+    integers, places = buffers.integers, buffers.integers[Q_PLACES]
+    number_ranks(integers[RANKS])
+    set_multiples(stride, integers[ROWS])
+    set_multiples(stride, places)
+    row_step, step = (np.int64(1), stride) if banded else (stride, np.int64(1))  # of a head's
     first, second, one = np.int64(0), np.int64(1), np.int64(1)
     for head in range(h0, h1):
         n, m = queries.lengths[head], keys.lengths[head]
@@ -203,54 +211,50 @@ def short_gradient(
         q_order, k_order = queries.order[head, 0], keys.order[head, 0]
         clear(rows[V_ROWS], stride * width)
         pack(value[head], origin[head], k_order, m, width, rows[V_ROWS])
-        transpose(rows[V_ROWS], stride, width, matrices[IDENTITY], rows[TURNED])
+        if banded:
+            start_head(queries, keys, head, integers, stride)
+        transpose(rows[V_ROWS], stride, width, rows[TURNED])
         clear(rows[V_ROWS], stride * width)
         pack(upstream[head], origin[head], q_order, n, width, rows[V_ROWS])
-        multiply(rows[V_ROWS], width, one, rows[TURNED], value.shape[2], stride, stride, forces)
-        if not settings.banded:
-            transpose(forces, stride, stride, matrices[IDENTITY], matrices[FORCES_AT])
+        own, turned = (matrices[FORCES_AT], forces) if banded else (forces, matrices[FORCES_AT])
+        multiply(rows[V_ROWS], width, one, rows[TURNED], value.shape[2], stride, stride, own)
+        transpose(own, stride, stride, turned)
         expected = 0.0
         for i in range(n):
             for j in range(upstream.shape[2]):
                 expected += upstream[head, q_order[i], j] * out[head, q_order[i], j]
         if with_costs:
-            set_costs(query, key, centre, queries, keys, head, buffers)
-            if not settings.banded:
-                transpose(costs, stride, stride, matrices[IDENTITY], matrices[COSTS_AT])
+            set_costs(banded, query, key, centre, queries, keys, head, buffers)
+            if not banded:
+                transpose(costs, stride, stride, matrices[COSTS_AT])
         clear(mean, size)
-        clear(matrices[D_COSTS], size)
+        clear(d_costs, len(d_costs))
         for l in range(weights.shape[1]):
             weight = weights[head, l]
             if weight == 0:
                 continue
-            if settings.banded and pairs.rows.shape[1]:
+            if banded and pairs.rows.shape[1]:
                 clear(matrices[RIGHT], size)
             kappa_q = set_side(settings, queries, head, l, True, buffers, first)
             kappa_k = set_side(settings, keys, head, l, True, buffers, second)
+            if banded:
+                q_ranked, k_ranked = queries.order[head, l], keys.order[head, l]
+                set_places(q_ranked, n, k_ranked, m, integers, stride)
             set_plan(settings, pairs, head, n, buffers)
-            q_ranks, k_ranks = queries.order[head, l], keys.order[head, l]
-            own = in_rank_order(
-                banded, forces, q_ranks, n, k_ranks, m, tiles[P_TILES], stride, matrices[FORCES_AT]
-            )
-            d_logit = weight * (inner_product(plan, own, tiles[P_TILES], stride) - expected)
+            k_places = integers[K_PLACES]
+            own = in_rank_order(banded, forces, k_places, stride, matrices[FORCES_AT])
+            gained = inner_product(own, places, plan, tiles[P_TILES], stride)
+            d_logit = weight * (gained - expected)
             d_logits[head, l] = d_logit
-            add_plan(banded, plan, weight, q_ranks, n, k_ranks, m, tiles[P_TILES], stride, mean)
             share = number(-tau * d_logit / n)
-            if with_costs:
-                add_plan(
-                    banded, plan, share, q_ranks, n, k_ranks, m, tiles[P_TILES], stride,
-                    matrices[D_COSTS],
-                )  # fmt: skip
+            add_plan(banded, plan, tiles[P_TILES], integers, stride, weight, mean, share, d_costs)
             if not settings.slopes:
                 continue
             other = costs
             if with_costs:
-                other = in_rank_order(
-                    banded, costs, q_ranks, n, k_ranks, m, tiles[P_TILES], stride,
-                    matrices[COSTS_AT],
-                )  # fmt: skip
-            mix_two(own, weight, other, share, tiles[P_TILES], stride, matrices[D_PLAN])
-            set_transpose(banded, weight, share, matrices, tiles, stride)
+                other = in_rank_order(banded, costs, k_places, stride, matrices[COSTS_AT])
+            mix_two(own, weight, other, share, places, tiles[P_TILES], stride, matrices[D_PLAN])
+            set_transpose(banded, weight, share, matrices, places, tiles, stride)
             set_sides_gradient(banded, pairs, head, m, matrices, tiles, stride)
             q_widths[head, l] = side_gradient(
                 settings, queries, head, l, kappa_q, buffers, first, d_query_points[head, l]
@@ -258,13 +262,13 @@ def short_gradient(
             k_widths[head, l] = side_gradient(
                 settings, keys, head, l, kappa_k, buffers, second, d_key_points[head, l]
             )
-        multiply(mean, one, stride, rows[V_ROWS], stride, stride, width, rows[OUT_ROWS])
+        multiply(mean, step, row_step, rows[V_ROWS], stride, stride, width, rows[OUT_ROWS])
         unpack(rows[OUT_ROWS], width, k_order, m, d_value[head])
         if with_costs:
-            d_costs = matrices[D_COSTS]
+            q_rows, k_rows = rows[Q_ROWS], rows[K_ROWS]
             distances_gradient(
-                d_costs, rows[Q_ROWS], rows[K_ROWS], stride, one, q_order, n, buffers, d_query[head]
+                d_costs, q_rows, k_rows, row_step, step, q_order, n, buffers, d_query[head]
             )
             distances_gradient(
-                d_costs, rows[K_ROWS], rows[Q_ROWS], one, stride, k_order, m, buffers, d_key[head]
+                d_costs, k_rows, q_rows, step, row_step, k_order, m, buffers, d_key[head]
             )

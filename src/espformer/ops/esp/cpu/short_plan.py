@@ -11,8 +11,9 @@ where ``c_l = -τ σ_l (Σ P_l E - Σ G E) / n``, and ``Σ G E = Σ dout · out`
 loop over the slices is enough, forward and backward.
 
 If `settings.banded`, both sides of P_l are in rank order. Then A, B and P_l are bands (see
-`bands`), and products take a fraction of N³. In exchange C and E are gathered for every slice, and
-P_l is scattered into G and dC.
+`bands`), and products take a fraction of N³. In exchange C and E are brought into rank order for
+every slice, and P_l into token order when it is added to G and dC. To move whole rows, not single
+numbers, these four are kept transposed, key tokens by query tokens.
 """
 
 from __future__ import annotations
@@ -20,29 +21,26 @@ from __future__ import annotations
 import numpy as np
 
 from espformer.ops.esp.cpu.bands import (
+    add_columns,
+    clear_outside,
     couple_ranges,
-    gather,
     inner_product,
     multiply_tiles,
-    scatter,
     set_near_tiles,
     set_product_ranges,
+    sort_columns,
     transpose_ranges,
 )
-from espformer.ops.esp.cpu.compiling import kernel, part
+from espformer.ops.esp.cpu.compiling import kernel, part, stand_alone
 from espformer.ops.esp.cpu.dense import (
     DenseKappa,
     add_scaled,
     couple,
-    multiply,
     pack,
-    scale_columns,
-    scale_rows,
-    set_matrix,
+    scale_both,
     set_rows,
     spread_out,
     squared_distances,
-    transpose,
     unpack,
 )
 from espformer.ops.esp.cpu.normalising import balance_steps
@@ -54,7 +52,7 @@ from espformer.ops.esp.cpu.short_workspace import (
     COSTS,
     COSTS_AT,
     COUPLED,
-    IDENTITY,
+    K_PLACES,
     K_ROWS,
     K_TILES,
     KAPPA_Q,
@@ -66,16 +64,20 @@ from espformer.ops.esp.cpu.short_workspace import (
     P_TILES,
     PLAN,
     Q_NUMBERS,
+    Q_PLACES,
+    Q_RANKS,
     Q_ROWS,
     Q_TILES,
     REACH,
     REACH_OF_FLOAT32,
     RIGHT,
+    ROWS,
     TURNED,
     V_ROWS,
 )
 from espformer.ops.esp.cpu.soft_plan import COUNTS, RANKS, SPARE, TOKENS
 from espformer.ops.esp.cpu.sort import sort_tokens
+from espformer.ops.esp.cpu.tiles import multiply, transpose
 
 
 @part
@@ -103,15 +105,16 @@ def set_side(settings, side, head, l, known, buffers, which):  # type: ignore[no
         n, buffers.matrices[KAPPA_Q + which], order, tiles, stride, buffers.columns[BY_TOKEN]
     )
     if settings.balanced:
-        set_matrix(numbers, points, n, inv_bandwidth, squared, tiles, stride, kappa.matrix)
+        ones = buffers.columns[ONES]
+        set_rows(
+            numbers, points, n, inv_bandwidth, squared, tiles, stride, True, ones, kappa.matrix
+        )
         if not known:
-            x, r = buffers.steps[0], buffers.steps[1]
-            mixed, ones = buffers.columns[MIXED], buffers.columns[ONES]
+            x, r, mixed = buffers.steps[0], buffers.steps[1], buffers.columns[MIXED]
             balance_steps(kappa, ones, settings.exponents, x, r, mixed)
             copy(x[len(settings.exponents)], n, scale)
-        scale_rows(kappa.matrix, scale, n, tiles, stride, soft)
         spread_out(scale, order, n, scale.dtype.type(0), stride, kappa.spare)
-        scale_columns(soft, kappa.spare, n, tiles, stride, soft)
+        scale_both(kappa.matrix, scale, kappa.spare, n, tiles, stride, soft)
     else:
         set_rows(numbers, points, n, inv_bandwidth, squared, tiles, stride, known, scale, soft)
     return kappa
@@ -162,26 +165,72 @@ def set_plan(settings, pairs, head, n, buffers):  # type: ignore[no-untyped-def]
 
 
 @part
-def in_rank_order(banded, matrix, q_order, n, k_order, m, tiles, stride, out):  # type: ignore[no-untyped-def]
-    """A matrix of a head, of query tokens by key tokens, for products with the plan of a slice."""
+def set_multiples(step, x):  # type: ignore[no-untyped-def]
+    """0, step, 2 step, …"""
+    for i in range(len(x)):
+        x[i] = i * step
+
+
+@part
+def set_rest(order, n, stride, marks, places):  # type: ignore[no-untyped-def]
+    """Writes the rows without a token that takes part behind the first n places."""
+    stand_alone()
+    clear(marks, stride)
+    for i in range(n):
+        marks[order[i]] = 1
+    for i in range(stride):
+        if marks[i] == 0:
+            places[n] = i * stride
+            n += 1
+
+
+@part
+def start_head(queries, keys, head, integers, stride):  # type: ignore[no-untyped-def]
+    """Writes what the places of all slices of a head have in common."""
+    n, marks, q_places = queries.lengths[head], integers[SPARE], integers[Q_PLACES]
+    set_rest(queries.order[head, 0], n, stride, marks, q_places)
+    set_rest(keys.order[head, 0], keys.lengths[head], stride, marks, integers[K_PLACES])
+    for i in range(n, stride):
+        integers[Q_RANKS, q_places[i] // stride] = i * stride
+
+
+@part
+def set_places(q_order, n, k_order, m, integers, stride):  # type: ignore[no-untyped-def]
+    """Writes the places of the tokens of one slice."""
+    stand_alone()
+    q_places, k_places, ranks = integers[Q_PLACES], integers[K_PLACES], integers[Q_RANKS]
+    for i in range(n):
+        q_places[i] = q_order[i] * stride
+        ranks[q_order[i]] = i * stride
+    for i in range(m):
+        k_places[i] = k_order[i] * stride
+
+
+@part
+def in_rank_order(banded, matrix, k_places, stride, out):  # type: ignore[no-untyped-def]
+    """A matrix of a head with the columns of the plan of a slice; its rows stay in token order."""
     if not banded:
         return matrix
-    gather(matrix, q_order, n, k_order, m, tiles, stride, out)
+    sort_columns(matrix, k_places, stride, out)
     return out
 
 
 @part
-def add_plan(banded, plan, weight, q_order, n, k_order, m, tiles, stride, out):  # type: ignore[no-untyped-def]
-    """Adds ``weight P`` to a matrix of a head."""
+def add_plan(banded, plan, tiles, integers, stride, weight, out, other_weight, other):  # type: ignore[no-untyped-def]
+    """Adds ``weight P`` to a matrix of a head, and to `other` likewise unless it is empty."""
     if banded:
-        scatter(plan, q_order, n, k_order, m, tiles, stride, weight, out)
+        clear_outside(plan, tiles, stride)
+        q_ranks, k_places = integers[Q_RANKS], integers[K_PLACES]
+        add_columns(plan, q_ranks, k_places, stride, weight, out, other_weight, other)
     else:
         add_scaled(plan, weight, stride * stride, out)
+        if len(other) > 0:
+            add_scaled(plan, other_weight, stride * stride, other)
 
 
 @part
-def set_costs(query, key, centre, queries, keys, head, buffers):  # type: ignore[no-untyped-def]
-    """Packs queries and keys, and writes ``C[i, j] = ‖q_i - k_j‖²``."""
+def set_costs(banded, query, key, centre, queries, keys, head, buffers):  # type: ignore[no-untyped-def]
+    """Packs queries and keys, and writes ``C[i, j] = ‖q_i - k_j‖²``, transposed if banded."""
     q_order, k_order = queries.order[head, 0], keys.order[head, 0]
     n, m = queries.lengths[head], keys.lengths[head]
     rows, stride, width = buffers.rows, buffers.stride, buffers.width
@@ -189,8 +238,9 @@ def set_costs(query, key, centre, queries, keys, head, buffers):  # type: ignore
     clear(rows[K_ROWS], stride * width)
     pack(query[head], centre[head], q_order, n, width, rows[Q_ROWS])
     pack(key[head], centre[head], k_order, m, width, rows[K_ROWS])
-    transpose(rows[K_ROWS], stride, width, buffers.matrices[IDENTITY], rows[TURNED])
-    squared_distances(rows[Q_ROWS], rows[TURNED], stride, width, stride, buffers.matrices[COSTS])
+    left, right = (K_ROWS, Q_ROWS) if banded else (Q_ROWS, K_ROWS)
+    transpose(rows[right], stride, width, rows[TURNED])
+    squared_distances(rows[left], rows[TURNED], stride, width, stride, buffers.matrices[COSTS])
 
 
 @kernel
@@ -204,9 +254,12 @@ def attend_short(
     logit appears.
     """
     stride, width, matrices = buffers.stride, buffers.width, buffers.matrices
+    banded, integers, p_tiles = settings.banded, buffers.integers, buffers.tiles[P_TILES]
     mean, plan, size = matrices[MEAN], matrices[PLAN], buffers.stride * buffers.stride
     set_ones(buffers.columns[ONES])
-    number_ranks(buffers.integers[RANKS])
+    number_ranks(integers[RANKS])
+    set_multiples(stride, integers[ROWS])
+    set_multiples(stride, integers[Q_PLACES])
     first, second, one = np.int64(0), np.int64(1), np.int64(1)
     for head in range(h0, h1):
         n, m = queries.lengths[head], keys.lengths[head]
@@ -218,21 +271,24 @@ def attend_short(
             if slice_logits.shape[1] > 0:
                 logit = np.float64(slice_logits[head, l])
             if not empty:
-                if settings.banded and pairs.rows.shape[1]:
+                if banded and pairs.rows.shape[1]:
                     clear(matrices[RIGHT], size)
                 sort_and_set(settings, query_points, query_mask, queries, head, l, buffers, first)
                 sort_and_set(settings, key_points, key_mask, keys, head, l, buffers, second)
+                if l == 0 and banded:
+                    start_head(queries, keys, head, integers, stride)
                 if l == 0 and tau != 0:
-                    set_costs(query, key, centre, queries, keys, head, buffers)
+                    set_costs(banded, query, key, centre, queries, keys, head, buffers)
                 if logit != -np.inf:
+                    if banded:
+                        q_order, k_order = queries.order[head, l], keys.order[head, l]
+                        set_places(q_order, n, k_order, m, integers, stride)
                     set_plan(settings, pairs, head, n, buffers)
                     if tau != 0:
                         costs = in_rank_order(
-                            settings.banded, matrices[COSTS], queries.order[head, l], n,
-                            keys.order[head, l], m, buffers.tiles[P_TILES], stride,
-                            matrices[COSTS_AT],
-                        )  # fmt: skip
-                        cost = inner_product(costs, plan, buffers.tiles[P_TILES], stride)
+                            banded, matrices[COSTS], integers[K_PLACES], stride, matrices[COSTS_AT]
+                        )
+                        cost = inner_product(costs, integers[Q_PLACES], plan, p_tiles, stride)
                         logit -= tau * (cost / n)
             weights[head, l] = logit
             if logit == -np.inf:
@@ -248,8 +304,8 @@ def attend_short(
             if not empty:
                 share_of_plan = mean.dtype.type(share)
                 add_plan(
-                    settings.banded, plan, share_of_plan, queries.order[head, l], n,
-                    keys.order[head, l], m, buffers.tiles[P_TILES], stride, mean,
+                    banded, plan, p_tiles, integers, stride, share_of_plan, mean, share_of_plan,
+                    mean[:0],
                 )  # fmt: skip
         for l in range(query_points.shape[1]):
             weights[head, l] = np.exp(weights[head, l] - best) / total
@@ -258,7 +314,8 @@ def attend_short(
         rows, inverse = buffers.rows, mean.dtype.type(1 / total)
         clear(rows[V_ROWS], stride * width)
         pack(value[head], origin[head], keys.order[head, 0], m, width, rows[V_ROWS])
-        multiply(mean, stride, one, rows[V_ROWS], value.shape[1], stride, width, rows[OUT_ROWS])
+        row_step, step = (one, stride) if banded else (stride, one)
+        multiply(mean, row_step, step, rows[V_ROWS], value.shape[1], stride, width, rows[OUT_ROWS])
         for i in range(stride * width):
             rows[OUT_ROWS, i] *= inverse
         unpack(rows[OUT_ROWS], width, queries.order[head, 0], n, out[head])

@@ -308,3 +308,56 @@ def swap_halves(typingctx, x):  # type: ignore[no-untyped-def]
         return builder.shuffle_vector(args[0], ir.Constant(_llvm(x), ir.Undefined), mask)
 
     return x(x), generate
+
+
+@intrinsic
+def fold(typingctx, x):  # type: ignore[no-untyped-def]
+    """The sum of the two halves of the lanes."""
+    vector = Vector(x.dtype, x.lanes // 2)
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        index, half = ir.IntType(32), vector.lanes
+        low, high = (
+            builder.shuffle_vector(
+                args[0], ir.Constant(_llvm(x), ir.Undefined),
+                ir.Constant(ir.VectorType(index, half), [ir.Constant(index, i) for i in order]),
+            )
+            for order in (range(half), range(half, 2 * half))
+        )  # fmt: skip
+        return builder.fadd(low, high)
+
+    return vector(x), generate
+
+
+@intrinsic
+def turn(typingctx, r0, r1, r2, r3, r4, r5, r6, r7):  # type: ignore[no-untyped-def]
+    """The transpose of eight vectors of eight lanes, as a tuple of eight vectors.
+
+    Each of the three rounds brings together what comes from twice as many vectors, by shuffles
+    that are one instruction each for float32 in registers of 256 bits.
+    """
+    index = ir.IntType(32)
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        def shuffle(x: Any, y: Any, order: tuple[int, ...]) -> Any:
+            mask = ir.Constant(ir.VectorType(index, 8), [ir.Constant(index, i) for i in order])
+            return builder.shuffle_vector(x, y, mask)
+
+        pairs, fours = [], []
+        for x, y in zip(args[::2], args[1::2], strict=True):
+            low = shuffle(x, y, (0, 8, 1, 9, 4, 12, 5, 13))
+            pairs.append((low, shuffle(x, y, (2, 10, 3, 11, 6, 14, 7, 15))))
+        for above, below in zip(pairs[::2], pairs[1::2], strict=True):
+            fours.append([
+                shuffle(x, y, order)
+                for x, y in zip(above, below, strict=True)
+                for order in ((0, 1, 8, 9, 4, 5, 12, 13), (2, 3, 10, 11, 6, 7, 14, 15))
+            ])  # fmt: skip
+        found = [
+            shuffle(x, y, order)
+            for order in ((0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15))
+            for x, y in zip(*fours, strict=True)
+        ]
+        return context.make_tuple(builder, sig.return_type, found)
+
+    return types.UniTuple(r0, 8)(*(r0,) * 8), generate

@@ -26,6 +26,10 @@ from espformer.ops.common.forks import is_forked
 # With fewer multiplications than this, waking another thread takes longer than the work.
 WORTH_A_THREAD = 1 << 18
 
+# Heads are divided into several shares for each thread. If one begins late, because another program
+# uses its core, the others do more of them. Calling a kernel takes as long as 1/16 of a share.
+SHARES_OF_A_THREAD, THREADS_OF_A_SHARE = 4, 16
+
 
 class Share(NamedTuple):
     """The heads ``[h0, h1)`` and the slices ``[l0, l1)``, which add to the partial sum `part`."""
@@ -38,12 +42,13 @@ class Share(NamedTuple):
 
 
 def shares(heads: int, slices: int, work: int) -> list[Share]:
-    """One for each thread, or several if heads are few; `work` counts multiplications."""
+    """As many as there are threads, or several times that; `work` counts multiplications."""
     threads = min(torch.get_num_threads(), max(1, work // WORTH_A_THREAD))
     if threads == 1:
         return [Share(0, heads, 0, slices, 0)]
     if heads >= threads:
-        bounds = _bounds(heads, threads)
+        most = work // (THREADS_OF_A_SHARE * WORTH_A_THREAD)
+        bounds = _bounds(heads, max(threads, min(heads, SHARES_OF_A_THREAD * threads, most)))
         return [Share(h0, h1, 0, slices, 0) for h0, h1 in bounds]
     bounds = _bounds(slices, min(slices, -(-threads // max(1, heads))))
     return [
@@ -56,6 +61,19 @@ def shares(heads: int, slices: int, work: int) -> list[Share]:
 def _bounds(count: int, parts: int) -> list[tuple[int, int]]:
     cuts = [count * i // parts for i in range(parts + 1)]
     return list(itertools.pairwise(cuts))
+
+
+def once_per_thread(make: Callable[[], Any]) -> Callable[[], Any]:
+    """`make`, called once by each thread that asks; later it gets the same again."""
+    made: dict[int, Any] = {}
+
+    def get() -> Any:
+        own = threading.get_ident()
+        if own not in made:
+            made[own] = make()
+        return made[own]
+
+    return get
 
 
 _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -110,41 +128,37 @@ _pool = _Pool()
 
 def run(kernel: Callable[..., Any], work: list[Share], arguments: Callable[[int], tuple]) -> None:
     """``kernel(h0, h1, l0, l1, *arguments(i))`` for every share i of the work."""
+    left = iter(range(len(work)))  # which Python's lock hands out one by one
 
-    if len(work) == 1:
-        kernel(*work[0][:4], *arguments(0))
-        return
-
-    def one(index: int) -> None:
-        kernel(*work[index][:4], *arguments(index))
+    def take_shares() -> None:
+        for index in left:
+            kernel(*work[index][:4], *arguments(index))
 
     threads = min(len(work), torch.get_num_threads())
     if threads < 2:
-        for index in range(len(work)):
-            one(index)
+        take_shares()
         return
     # A smaller team would end torch's other threads, which torch would then start again.
     if _pool.openmp is not None and len(work) >= torch.get_num_threads():
-        _run_with_torch(one, len(work), threads)
+        _run_with_torch(take_shares, threads)
         return
     executor = _pool.of(threads - 1)
-    waiting = [executor.submit(one, index) for index in range(1, len(work))]
+    waiting = [executor.submit(take_shares) for _ in range(1, threads)]
     try:
-        one(0)
+        take_shares()
     finally:
         for future in waiting:
             future.result()
 
 
-def _run_with_torch(one: Callable[[int], None], count: int, threads: int) -> None:
-    """``one(i)`` for every i, in as many threads as OpenMP gives."""
-    left, errors, began = iter(range(count)), [], set()
+def _run_with_torch(take_shares: Callable[[], None], threads: int) -> None:
+    """Calls `take_shares` in as many threads as OpenMP gives."""
+    errors, began = [], set()
 
     def work(_: int) -> None:
         try:
             began.add(threading.get_ident())
-            for index in left:  # which Python's lock hands out one by one
-                one(index)
+            take_shares()
         except BaseException as error:  # nobody above would hear of it
             errors.append(error)
 
@@ -154,5 +168,4 @@ def _run_with_torch(one: Callable[[int], None], count: int, threads: int) -> Non
     if threading.get_ident() not in began:
         # A signal came before `try`, and ctypes drops what its handler raised, most likely this.
         raise KeyboardInterrupt
-    for index in left:  # none is left unless OpenMP gave no thread that could work
-        one(index)
+    take_shares()  # none is left unless OpenMP gave no thread that could work
