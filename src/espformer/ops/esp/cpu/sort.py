@@ -81,11 +81,11 @@ def _range(x, n):  # type: ignore[no-untyped-def]
     """The least number, and how far the largest is from it: NaN if any is not finite."""
     stand_alone()
     lowest = highest = x[0]
-    poison = x.dtype.type(0)
+    nonfinite_marker = x.dtype.type(0)
     for i in range(n):
         lowest, highest = min(lowest, x[i]), max(highest, x[i])
-        poison += x[i] * x.dtype.type(0)
-    return np.float64(lowest), np.float64(highest) - np.float64(lowest) + poison
+        nonfinite_marker += x[i] * x.dtype.type(0)
+    return np.float64(lowest), np.float64(highest) - np.float64(lowest) + nonfinite_marker
 
 
 @part

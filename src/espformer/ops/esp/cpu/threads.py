@@ -26,9 +26,11 @@ from espformer.ops.common.forks import is_forked
 # With fewer multiplications than this, waking another thread takes longer than the work.
 WORTH_A_THREAD = 1 << 18
 
-# Heads are divided into several shares for each thread. If one begins late, because another program
-# uses its core, the others do more of them. Calling a kernel takes as long as 1/16 of a share.
-SHARES_OF_A_THREAD, THREADS_OF_A_SHARE = 4, 16
+# Heads are divided into several shares for each thread: if one begins late, because another program
+# uses its core, the others do more of them. A share has at least this many multiplications, so that
+# calling its kernel takes no more than a sixteenth of it.
+SHARES_OF_A_THREAD = 4
+WORTH_A_SHARE = 16 * WORTH_A_THREAD
 
 
 class Share(NamedTuple):
@@ -47,8 +49,8 @@ def shares(heads: int, slices: int, work: int) -> list[Share]:
     if threads == 1:
         return [Share(0, heads, 0, slices, 0)]
     if heads >= threads:
-        most = work // (THREADS_OF_A_SHARE * WORTH_A_THREAD)
-        bounds = _bounds(heads, max(threads, min(heads, SHARES_OF_A_THREAD * threads, most)))
+        most = min(heads, SHARES_OF_A_THREAD * threads, work // WORTH_A_SHARE)
+        bounds = _bounds(heads, max(threads, most))
         return [Share(h0, h1, 0, slices, 0) for h0, h1 in bounds]
     bounds = _bounds(slices, min(slices, -(-threads // max(1, heads))))
     return [
