@@ -12,7 +12,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = action.default
-        if not action.help or default in (None, False, argparse.SUPPRESS):
+        if not action.help or default is None or default is False or default == argparse.SUPPRESS:
             return action.help
         words = map(str, default if isinstance(default, (list, tuple)) else [default])
         return f"{action.help} (default: {' '.join(words)})"

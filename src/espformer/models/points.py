@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from espformer.ops.common.torch_internals import is_exporting
-from espformer.ops.points.torch import sample_farthest
+from espformer.ops.farthest_points.torch import sample_farthest
 
 __all__ = ["farthest_points", "gather", "nearest_points"]
 
@@ -111,11 +111,11 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def _sampler(points: Tensor) -> Callable[[Tensor, Tensor, Tensor, int], Tensor]:
-    """The loop in torch, or on a GPU one kernel, which makes the same choices."""
+    """The loop in torch, or on a GPU one kernel, which chooses the same points up to rounding."""
     if points.device.type != "cuda" or is_exporting():
         return sample_farthest
     try:
-        from espformer.ops.points import triton as kernels
+        from espformer.ops.farthest_points import triton as kernels
     except ImportError:
         return sample_farthest
     return kernels.sample_farthest if kernels.supported(points) else sample_farthest

@@ -444,6 +444,21 @@ def test_a_claim_about_two_settings_pairs_seeds():
     assert compare(claim, made[3:]) is None
 
 
+@pytest.mark.parametrize("rate", [3e-5, 5e-4])
+def test_the_first_page_marks_training_that_is_not_the_papers(rate):
+    recipe = load_recipe("cats-dogs")
+    made = []
+    for label in ("espformer", "transformer"):
+        config = plain(recipe.run(label, "200 images", 0))
+        config["optimizer"]["learning_rate"] = rate
+        made.append({
+            "mechanism": label, "setting": "200 images", "seed": 0, "scores": {"test": 60.0},
+            "config": config,
+        })  # fmt: skip
+    (row,) = [line for line in first_page([(recipe, made)]) if "more accurate than softmax" in line]
+    assert (")¹ |" in row) == (rate != 3e-5)
+
+
 def test_the_first_page_puts_our_gap_beside_the_papers():
     """The paper's is of the settings that were run, and what was not run says so."""
     recipe = load_recipe("cats-dogs")
@@ -472,6 +487,9 @@ def test_the_first_page_puts_our_gap_beside_the_papers():
         first_page([(recipe, made[:2])])
     )
     assert first_page([]) == []
+    renamed = [{**run, "mechanism": "a row of former times"} for run in made[:2]]
+    assert "a row of former times" not in " ".join(first_page([(recipe, [*made, *renamed])]))
+    assert not [x for x in first_page([(recipe, renamed)]) if "), 200 images |" in x]
     claim = CLAIMS["cats-dogs-slicers"][-1]
     assert paper_gap(claim, load_recipe("cats-dogs-slicers")) == pytest.approx(79.47 - 77.75)
     figure = CLAIMS["mnist-patch-size"][0]

@@ -26,7 +26,7 @@ from espformer.lab.results.claims import (
 )
 from espformer.lab.results.paper_numbers import TABLES, Number
 from espformer.lab.results.result_files import Results, read_file
-from espformer.lab.results.result_tables import ATTENTION, in_order, markdown
+from espformer.lab.results.result_tables import ATTENTION, in_order, markdown, trained_otherwise
 
 Result = dict[str, Any]
 
@@ -42,7 +42,9 @@ _GAP = """\
 A gap is the first score minus the second, in points, over the settings and seeds that both have, so
 it may differ from that of the means above. The paper's is the mean over the settings that
 were run here, if it prints numbers; ours has a 95 % interval. How a claim is judged is said
-[below](#how-a-claim-is-judged)."""
+[below](#how-a-claim-is-judged). ¹ marks experiments whose learning rate or number of epochs is not
+the paper's, as their sections say: there, "the paper's settings" are those of its attention alone.
+"""
 
 # Rows of recipes of the paper that the first table has, and what their columns are called.
 _COLUMNS = {
@@ -136,6 +138,7 @@ def first_page(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
     waiting: Counter[str] = Counter()
     for recipe, results in _of_the_paper(every):
         found = {id(claim): comparison for claim, comparison in compared(recipe, results)}
+        mark = "¹" if trained_otherwise(recipe, TABLES[recipe.paper or ""], results) else ""
         for claim in CLAIMS[recipe.name]:
             theirs = claim.by == "the paper"
             comparison = found.get(id(claim))
@@ -146,7 +149,7 @@ def first_page(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
                 reached = verdict(claim, comparison)
                 outcomes[theirs][reached.outcome] += 1
                 single[theirs] += comparison.pairs == 1
-                cells = [f"[{recipe.title}](#{anchor(recipe.title)})"]
+                cells = [f"[{recipe.title}](#{anchor(recipe.title)}){mark}"]
                 cells += ["–" if gap is None else signed(gap)] if theirs else []
                 cells += [gap_in_words(comparison), str(reached)]
                 rows[theirs][claim.sentence].append(cells)
@@ -197,6 +200,8 @@ def _scores(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
         for setting in settings:
             tested = {label: _tested(results, setting, label) for label in recipe.mechanisms}
             means = {label: statistics.fmean(found) for label, found in tested.items() if found}
+            if not means:  # of mechanisms that the recipe has no more
+                continue
             runs = sorted({len(tested[label]) for label in means})
             cells = []
             for label in _COLUMNS:

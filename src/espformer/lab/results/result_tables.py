@@ -322,6 +322,13 @@ def _changed(recipe: Recipe, table: Table, results: list[Result]) -> list[list[s
     ]
 
 
+def trained_otherwise(recipe: Recipe, table: Table, results: list[Result]) -> bool:
+    """Whether learning rates or epochs of some runs are not those of the paper."""
+    described = [result for result in results if "config" in result]
+    keys = {key for key, *_ in _changed(recipe, table, described)}
+    return not keys.isdisjoint(("`optimizer.learning_rate`", "`trainer.epochs`"))
+
+
 def _overrides(texts: list[str] | None) -> list[tuple[str, str]]:
     """Keys and values of overrides that scores may depend on."""
     pairs = [text.split("=", 1) for text in texts or []]

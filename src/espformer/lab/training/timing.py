@@ -172,6 +172,15 @@ def throughput_line(measured: dict[str, Any]) -> str:
     )
 
 
+def in_this_thread() -> contextlib.AbstractContextManager[None]:
+    """Backward passes stay in the thread that calls them.
+
+    autograd otherwise hands each of them to a thread of the GPU, which takes longer than small
+    models compute: docs/performance.md. A process trains on one device.
+    """
+    return torch.autograd.set_multithreading_enabled(False)
+
+
 def _training_step(
     run: TrainingRun, task: Task, device: torch.device
 ) -> Callable[[dict[str, Tensor]], None]:
@@ -189,7 +198,8 @@ def _training_step(
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device.type, torch.bfloat16) if mixed else contextlib.nullcontext():
             loss, _ = learner.measure("train", batch)
-        loss.backward()
+        with in_this_thread():
+            loss.backward()
         if run.optimizer.clip_norm is not None:
             nn.utils.clip_grad_norm_(learner.model.parameters(), run.optimizer.clip_norm)
         optimizer.step()

@@ -50,6 +50,7 @@ from espformer.lab.training.run_directory import (
 from espformer.lab.training.timing import (
     Throughput,
     compare_with_softmax,
+    in_this_thread,
     throughput_line,
     time_mechanism,
 )
@@ -205,10 +206,8 @@ def _least_examples(model: nn.Module) -> int:
 
 
 def _fit(trainer: Trainer, learner: Learner, data: TaskData, checkpoint: Path | None) -> None:
-    # autograd otherwise hands every backward pass to a thread of the GPU, which takes longer than
-    # small models compute: docs/performance.md. A process trains on one device.
     try:
-        with torch.autograd.set_multithreading_enabled(False):
+        with in_this_thread():
             trainer.fit(learner, datamodule=data, ckpt_path=checkpoint, weights_only=True)
     except SystemExit:
         raise RunError("stopped; the same command goes on from the last checkpoint") from None

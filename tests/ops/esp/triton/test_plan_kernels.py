@@ -288,13 +288,13 @@ def test_balanced_scales(
 @pytest.mark.parametrize("metric", ["absolute", "squared"])
 def test_two_sides_are_twice_as_many_heads(metric: str, balanced: bool) -> None:
     """Scales and squared norms of queries and keys in one launch, with the bits of two launches."""
-    sides = [Side(metric, 2, 1, 5, 1, 0.3) for _ in range(2)]
+    sides = [Side(metric, 2, 2, 5, 1, 0.3) for _ in range(2)]
     rates, lengths = sides[0].rates, torch.tensor([3, 5], dtype=torch.int32, device=DEVICE)
     points, orders = ([getattr(side, name) for side in sides] for name in ("points", "order"))
     orders = [order.int() for order in orders]
     forward = normalise.balanced_scales if balanced else normalise.row_scales
     backward = normalise.balanced_scales_backward if balanced else normalise.row_scales_backward
-    squares, upstream = torch.rand(2, 2, 5, device=DEVICE), torch.randn(2, 1, device=DEVICE)
+    squares, upstream = torch.rand(2, 2, 5, device=DEVICE), torch.randn(2, 2, device=DEVICE)
 
     def both(points: Tensor, order: Tensor, squares: Tensor) -> list[Tensor]:
         scales = forward(points, lengths, rates, metric, True)

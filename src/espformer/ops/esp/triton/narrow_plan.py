@@ -1,6 +1,6 @@
 """Soft plans on narrow rows: recurrences from rank to rank, one lane per (head, slice, column).
 
-The torch twins are those of `soft_plan.py`, whose operators choose between the two
+The torch twins are those of `soft_plan.py`, whose functions choose between the two
 (:func:`fits`). A chunk's κ costs the same however few columns it multiplies. If rows are narrow and
 sequences are many, recurrences from rank to rank cost less than products with κ: with
 ``a_n = exp(-(s_n - s_{n-1}))``, in the absolute metric,

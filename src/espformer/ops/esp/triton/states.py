@@ -354,9 +354,9 @@ def scan_kernel(
                 own, own_im = owns[2 * u], owns[2 * u + 1]
                 re, im = complex_decay(TABLE, across, row[:, None], STATE_ROWS, FP32_ROWS)
                 s_re, s_im = complex_decay(TABLE, step, row[:, None], STATE_ROWS, FP32_ROWS)
-                moved = re * state - im * state_im + s_re * own - s_im * own_im
+                next_state = re * state - im * state_im + s_re * own - s_im * own_im
                 state_im = re * state_im + im * state + s_re * own_im + s_im * own
-                state = moved
+                state = next_state
             else:
                 state = (
                     real_decay(across, k, STATE_ROWS) * state

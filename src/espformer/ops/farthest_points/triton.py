@@ -1,8 +1,10 @@
 """Farthest point sampling in one launch.
 
-The torch twin is :func:`espformer.ops.points.torch.sample_farthest`, a loop whose every step
-launches half a dozen kernels. Here one program samples one cloud, whose points and distances stay
-in registers.
+The torch twin is :func:`espformer.ops.farthest_points.torch.sample_farthest`, a loop whose every
+step launches half a dozen kernels. Here one program samples one cloud, whose points and distances
+stay in registers (up to about 8,192 points; of larger clouds some are spilled to memory). The
+kernel compares squared distances, so points that are equally far up to rounding may be chosen in
+another order than by the loop.
 """
 
 from __future__ import annotations
@@ -81,4 +83,4 @@ def sample_farthest(points: Tensor, first: Tensor, present: Tensor, samples: int
 
 @sample_farthest.register_fake
 def _(points: Tensor, first: Tensor, present: Tensor, samples: int) -> Tensor:
-    return first.new_empty(len(points), samples)
+    return points.new_empty(points.shape[0], samples, dtype=torch.long)

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from espformer.models.points import farthest_points
-from espformer.ops.points.torch import sample_farthest
+from espformer.ops.farthest_points.torch import sample_farthest
 
 pytest.importorskip("triton")
 
-from espformer.ops.points import triton as kernels
+from espformer.ops.farthest_points import triton as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -46,12 +46,36 @@ def test_fake_rule():
     torch.library.opcheck(torch.ops.espformer.sample_farthest.default, (points, first, present, 3))
 
 
+def test_one_graph_serves_all_sizes_of_a_batch():
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    sample = torch.compile(
+        lambda *x: kernels.sample_farthest(*x, 3) + 1, backend=keep, dynamic=True
+    )
+    for batch in (4, 6, 7):
+        given = draw(batch, 9)
+        assert torch.equal(sample(*given), kernels.sample_farthest(*given, 3) + 1)
+    assert len(graphs) == 1
+
+
+def test_what_the_kernel_does_not_take_goes_through_the_loop():
+    points = torch.zeros(2, 8, 3, device="meta")
+    assert kernels.supported(points)
+    assert not kernels.supported(points.half())
+    assert not kernels.supported(points[..., :2])
+    assert not kernels.supported(points.new_empty(1, kernels.MOST_POINTS + 1, 3))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1024, 5000, 16_384])
-def test_farthest_points_uses_the_kernel_on_a_gpu(count):
+def test_farthest_points_uses_the_kernel_on_a_gpu(count, monkeypatch):
     points, _, present = draw(32, count)
-    found, _ = farthest_points(points, 256, present)
     expected, _ = farthest_points(points.cpu(), 256, present.cpu())
+    monkeypatch.setattr("espformer.models.points.sample_farthest", None)  # not to be called
+    found, _ = farthest_points(points, 256, present)
     # Distances that differ by their rounding alone may be taken in another order.
     assert (found.cpu() == expected).double().mean() > 0.99
-    assert kernels.supported(points)
