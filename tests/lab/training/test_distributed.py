@@ -36,9 +36,8 @@ main()
 def test_two_processes_train_as_one(tiny, tmp_path, strategy):
     """Batches of 33 are shared unevenly, and the last one of an epoch is smaller.
 
-    In float64: a sum over two shares is rounded otherwise than over the whole, and where two tokens
-    are about to change places in a sharp sort, training makes much of that. In float32 gradients of
-    each step agree to 1e-6 and weights after 88 steps to 2e-3 only, in float64 to 1e-13.
+    In float64: a sum over two shares is rounded otherwise than over the whole, and training with a
+    sharp sort amplifies the difference. In float32 it hid mistakes as large as 2e-3.
     """
     if strategy == "ddp":
         start, more = ["-m", "espformer.lab.cli"], ["trainer.precision=64-true"]

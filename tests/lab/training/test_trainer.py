@@ -82,7 +82,7 @@ def test_backward_passes_stay_in_the_thread_that_trains(recipe, tmp_path, monkey
         return backward(self, *args, **options)
 
     monkeypatch.setattr(torch.Tensor, "backward", noting)
-    run = recipe.run("sinkformer", overrides=["trainer.compare_throughput=true"])
+    run = recipe.run("espformer", overrides=["trainer.compare_throughput=true"])
     results = execute(run, tmp_path, progress=False)
     assert results["throughput"]
     assert len(seen) > results["steps"]
