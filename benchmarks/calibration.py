@@ -155,11 +155,11 @@ def main() -> int:
     )
     parser.add_argument("--slices", type=int, default=8, help="of a head")
     parser.add_argument("--temperature", type=float, default=0.3, help="of the sort")
-    parser.add_argument("--texts", type=int, default=512, help="reviews to choose from")
+    parser.add_argument("--texts", type=int, default=512, help="reviews to calibrate with")
     parser.add_argument("--batch", type=int, default=8, help="reviews of a step")
     parser.add_argument("--tokens", type=int, default=64, help="of a review in the calibration")
     parser.add_argument("--test-tokens", type=int, default=128, help="of a test review")
-    parser.add_argument("--seed", type=int, default=0, help="which reviews")
+    parser.add_argument("--seed", type=int, default=0, help="of the reviews and their order")
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu"
     )

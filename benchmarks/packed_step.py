@@ -102,7 +102,7 @@ def trainer(
 def main() -> None:
     parser = make_parser("packed_step", __doc__)
     parser.add_argument("--device", default="cuda", help="or cpu")
-    parser.add_argument("--data-dir", help="where tweeteval/ lies")
+    parser.add_argument("--data-dir", help="where tweeteval_sentiment/ lies")
     parser.add_argument("--batches", type=int, default=10, help="batches of a turn")
     parser.add_argument("--batch", type=int, nargs="+", default=[32, 256], help="tweets of a step")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every kind of padding")
