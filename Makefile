@@ -30,7 +30,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 PYTEST := $(ONE_THREAD) MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow lint format demo bench bench-gpu docs dist clean
+.PHONY: help setup test pytest test-slow lint format demo bench bench-gpu docs dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,7 +54,11 @@ $(SLOW_STAMP): $(STAMP)
 	@$(PIP) -e '.[$(SLOW_EXTRAS)]'
 	@touch $@
 
-test: lint ## lint, then run the tests, except those marked slow
+# At the same time: mypy works on one core for a while.
+test: $(STAMP) ## lint, and run the tests, except those marked slow
+	@$(MAKE) --no-print-directory --jobs 2 lint pytest
+
+pytest: $(STAMP)
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(SLOW_STAMP) ## run the tests marked slow
