@@ -487,9 +487,8 @@ def test_the_first_page_puts_our_gap_beside_the_papers():
         first_page([(recipe, made[:2])])
     )
     assert first_page([]) == []
-    renamed = [{**run, "mechanism": "a row of former times"} for run in made[:2]]
-    assert "a row of former times" not in " ".join(first_page([(recipe, [*made, *renamed])]))
-    assert not [x for x in first_page([(recipe, renamed)]) if "), 200 images |" in x]
+    former = [{**run, "mechanism": "former name", "setting": "5000 images"} for run in made[:2]]
+    assert first_page([(recipe, [*made, *former])]) == lines, "rows that the recipe has no more"
     claim = CLAIMS["cats-dogs-slicers"][-1]
     assert paper_gap(claim, load_recipe("cats-dogs-slicers")) == pytest.approx(79.47 - 77.75)
     figure = CLAIMS["mnist-patch-size"][0]

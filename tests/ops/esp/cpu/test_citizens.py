@@ -246,6 +246,16 @@ def test_with_a_numba_that_has_changed_the_torch_operator_is_used(change, tmp_pa
     assert done.returncode == 0, done.stderr
 
 
+def test_a_numba_that_computes_other_numbers_is_found_out(monkeypatch):
+    from espformer.ops.esp.cpu import trial
+
+    trial.try_kernel()
+    right = trial._trial
+    monkeypatch.setattr(trial, "_trial", lambda x, y: right(x, y) + 1)
+    with pytest.raises(ArithmeticError, match="expected"):
+        trial.try_kernel()
+
+
 def test_without_numba_the_torch_operator_is_used():
     done = run_beside_torch(
         """
