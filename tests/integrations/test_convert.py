@@ -10,7 +10,7 @@ import espformer
 from espformer.integrations import conversion_report
 from espformer.integrations.settings import mechanism_from_settings, settings_of
 from espformer.models.decoder import DecoderBlock
-from espformer.nn import ESP, Attention, Differential, Sinkhorn, Softmax
+from espformer.nn import ESP, Attention, Differential, Sinkhorn, Softmax, Uniform
 from tests.integrations.families import make, torch_encoder
 
 
@@ -140,6 +140,7 @@ def test_depth_reaches_the_mechanism():
         ),
         Sinkhorn(5, scale=0.2),
         Softmax(dropout=0.1),
+        Uniform(),
         Differential(ESP(balance="both"), lambda_init="depth"),
     ],
     ids=lambda mechanism: type(mechanism).__name__,

@@ -3,7 +3,16 @@
 import pytest
 
 from espformer import nn
-from espformer.nn import ESP, MECHANISMS, Differential, Mechanism, Packed, Sinkhorn, Softmax
+from espformer.nn import (
+    ESP,
+    MECHANISMS,
+    Differential,
+    Mechanism,
+    Packed,
+    Sinkhorn,
+    Softmax,
+    Uniform,
+)
 from espformer.nn.class_token import ClassToken
 
 
@@ -17,6 +26,7 @@ def test_every_public_mechanism_has_a_name():
     ("mechanism", "sorts", "cost"),
     [
         (Softmax(), False, 1.0),
+        (Uniform(), False, 1.0),
         (Sinkhorn(iterations=5), False, 2.0),
         (ESP(), True, 4.0),
         (ESP(balance="both"), True, 5.0),

@@ -18,6 +18,7 @@ from espformer.nn.packed import Packed
 from espformer.nn.parameters import parameter_groups
 from espformer.nn.registry import MECHANISMS
 from espformer.nn.slicers import AxisSlicer, FrozenSlicer, LearnableSlicer, Slicer, make_slicer
+from espformer.nn.uniform import Uniform
 
 __all__ = [
     "ESP",
@@ -33,6 +34,7 @@ __all__ = [
     "Sinkhorn",
     "Slicer",
     "Softmax",
+    "Uniform",
     "anneal",
     "exponential_schedule",
     "get_sort_temperatures",

@@ -11,6 +11,7 @@ Parameters that each mechanism adds to a layer with H heads of width D and L sli
 mechanism                             parameters
 ===================================== =====================================================
 ``Softmax()``, ``Sinkhorn()``         0
+``Uniform()``                         0
 ``ESP()``                             0
 ``ESP(learn_temperature=True)``       H
 ``ESP(slicer="frozen")``              0 (directions are a buffer of H·L·D numbers)

@@ -5,6 +5,7 @@ from espformer.nn.differential import Differential
 from espformer.nn.esp import ESP
 from espformer.nn.mechanisms import Mechanism, Sinkhorn, Softmax
 from espformer.nn.packed import Packed
+from espformer.nn.uniform import Uniform
 
 __all__ = ["MECHANISMS"]
 
@@ -15,4 +16,5 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "packed": Packed,
     "sinkhorn": Sinkhorn,
     "softmax": Softmax,
+    "uniform": Uniform,
 }

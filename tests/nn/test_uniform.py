@@ -1,0 +1,53 @@
+"""Uniform attention: the mean of what takes part, whatever queries and keys are."""
+
+import math
+
+import pytest
+import torch
+
+from espformer.nn import Attention, Uniform
+
+
+def draw(n, m):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 2, n, 4), (3, 2, m, 4), (3, 2, m, 5)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+@pytest.mark.parametrize(("n", "m"), [(6, 6), (4, 7), (1, 1)])
+def test_every_query_gets_the_mean_of_the_keys_that_take_part(n, m):
+    q, k, v = draw(n, m)
+    queries = torch.arange(n) < torch.tensor([[n], [2], [1]])
+    keys = torch.arange(m) < torch.tensor([[m], [3], [1]])
+    padded = v.masked_fill(~keys[:, None, :, None], math.nan)
+    out = Uniform()(q, k, padded, query_mask=queries, key_mask=keys)
+    for b in range(3):
+        mean = v[b, :, keys[b]].mean(-2, keepdim=True)
+        count = int(queries[b].sum())
+        torch.testing.assert_close(out[b, :, queries[b]], mean.expand(-1, count, -1))
+        assert (out[b, :, ~queries[b]] == 0).all()
+    matrix = Uniform().matrix(q, k, query_mask=queries, key_mask=keys)
+    torch.testing.assert_close(matrix @ v, out)
+
+
+def test_as_many_queries_as_keys_make_a_doubly_stochastic_matrix():
+    q, k, _ = draw(6, 6)
+    matrix = Uniform().matrix(q, k)
+    torch.testing.assert_close(matrix.sum(-1), torch.ones(3, 2, 6, dtype=torch.float64))
+    torch.testing.assert_close(matrix.sum(-2), torch.ones(3, 2, 6, dtype=torch.float64))
+
+
+def test_sequences_without_keys_give_zeros():
+    q, k, v = draw(3, 5)
+    assert (Uniform()(q, k, v, key_mask=torch.zeros(3, 5, dtype=torch.bool)) == 0).all()
+
+
+def test_values_learn_and_queries_do_not():
+    layer = Attention(8, 2, mechanism=Uniform())
+    layer(torch.randn(2, 5, 8)).square().sum().backward()
+    grads = {name: p.grad for name, p in layer.named_parameters() if "qkv.weight" in name}
+    (grad,) = grads.values()
+    queries, keys, values = grad.chunk(3)
+    assert (queries == 0).all()
+    assert (keys == 0).all()
+    assert (values != 0).any()
