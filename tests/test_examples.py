@@ -14,6 +14,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 # tests/sorting/test_examples.py has the two others.
 SCRIPTS = {
+    "find_partners.py": ["--pairs", "6", "--steps", "150"],
     "long_sequences.py": ["--tokens", "64", "128"],
     "match_point_clouds.py": ["--points", "60"],
     "ship_to_onnx.py": ["model.onnx", "--steps", "60"],
@@ -49,6 +50,15 @@ def test_swapped_attention_hears_every_token(tmp_path):
     assert swapped[:2] == softmax[:2]
     assert swapped[2:] == [1.0, 1.0]
     assert "bit for bit: True" in printed
+
+
+@pytest.mark.slow
+def test_partners_are_found_by_attention_and_by_nothing_else(tmp_path):
+    printed = run("find_partners.py", tmp_path)
+    scores = {line[:16].strip(): float(line[16:]) for line in printed.splitlines()[1:]}
+    assert scores.keys() == {"uniform", "softmax", "Sinkhorn", "ESP", "ESP, hard"}
+    assert scores["uniform"] < 60
+    assert min(scores["softmax"], scores["Sinkhorn"], scores["ESP"]) > 95
 
 
 @pytest.mark.slow
