@@ -9,6 +9,7 @@ import espformer
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
+launches = pytest.importorskip("espformer.ops.common.triton")
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
 
@@ -102,11 +103,16 @@ def test_widths(width: int, dtype: torch.dtype, metric: str) -> None:
     ("queries", "keys", "width"),
     [(197, 197, 8), (64, 64, 16), (65, 65, 12), (17, 17, 8), (100, 150, 4), (150, 100, 16)],
 )
+@pytest.mark.parametrize("kind", ["narrow", "short"])
 def test_narrow_rows(
-    monkeypatch: pytest.MonkeyPatch, queries: int, keys: int, width: int, options: dict[str, Any]
-) -> None:
-    """Recurrences from rank to rank, which are meant for more slices than a test has."""
-    monkeypatch.setattr("espformer.ops.esp.triton.narrow_plan.LEAST_PAIRS", 1)
+    monkeypatch: pytest.MonkeyPatch, kind: str, queries: int, keys: int, width: int,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    """Recurrences from rank to rank, or in registers, which are meant for more slices than a test
+    has.
+    """
+    monkeypatch.setattr(f"espformer.ops.esp.triton.{kind}_plan.LEAST_PAIRS", 1)
+    launches.forget()
     for dtype in (torch.bfloat16, torch.float16):
         errors = relative_errors(dtype, queries, keys, width, "dense", **options)
         assert max(errors.values()) <= TOLERANCE[dtype], errors

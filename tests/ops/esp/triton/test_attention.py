@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import espformer
-from espformer.ops.esp.triton import narrow_plan, soft_plan, states
+from espformer.ops.esp.triton import narrow_plan, short_plan, soft_plan, states
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -129,10 +129,52 @@ def test_narrow_rows_of_many_heads(
     assert launched == [*costs, "rows", "gradients", *costs]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"inverse_temperature": 0.0}, id="mean"),
+        pytest.param({"inverse_temperature": 1.0, "balance": "both"}, id="both"),
+    ],
+)
+@pytest.mark.parametrize("queries", [9, 6], ids=["self", "cross"])
+def test_short_narrow_rows_of_many_heads(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], queries: int
+) -> None:
+    """Sequences in registers, as four groups of ranks, and columns in two blocks."""
+    launched: list[str] = []
+    apply = short_plan.ShortPlanKernels._apply
+
+    def counted(self: Any, plan: Any, x: Any, weight: Any, out: Any, g: Any, *args: Any) -> None:
+        launched.append("rows" if g is None else "totals" if weight is None else "gradients")
+        apply(self, plan, x, weight, out, g, *args)
+
+    monkeypatch.setattr(short_plan, "LEAST_PAIRS", 1)
+    monkeypatch.setattr(short_plan, "LANES", 4)
+    monkeypatch.setattr(short_plan, "MOST_COLUMNS", 4)
+    monkeypatch.setattr(short_plan.ShortPlanKernels, "_apply", counted)
+    costs = bool(options["inverse_temperature"])
+    sizes = {"width": 2, "value_width": 5, "masked": queries == 6}
+    compare(queries, 9, torch.float16, 5e-3, learnt=False, **sizes, **options)
+    both = ["gradients"] * 2
+    assert launched == ["totals"] * costs + ["rows", *both] + both * costs
+
+
+def test_where_sequences_stay_in_registers() -> None:
+    def fits(ranks: int, **options: Any) -> bool:
+        return short_plan.fits((4096, 8, ranks), 8, torch.bfloat16, "absolute", **options)
+
+    assert fits(197)
+    assert fits(512)
+    assert not fits(513)
+    assert not fits(197, with_inv_bandwidth=True)
+    assert not short_plan.fits((4096, 8, 197), 8, torch.float32, "absolute")
+    assert not short_plan.fits((64, 8, 197), 8, torch.bfloat16, "absolute"), "few slices"
+
+
 def test_where_recurrences_are_taken() -> None:
     def fits(heads: int, slices: int, dtype: torch.dtype, width: int = 8, **options: Any) -> bool:
         metric = options.pop("metric", "absolute")
-        return narrow_plan.fits((heads, slices, 197), width, dtype, metric, **options)
+        return narrow_plan.fits((heads, slices, 1000), width, dtype, metric, **options)
 
     assert fits(4096, 8, torch.bfloat16)
     assert fits(4096, 8, torch.float16, width=16)

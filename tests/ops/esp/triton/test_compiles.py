@@ -1,10 +1,15 @@
 """Every kernel compiles for Hopper on a machine without a GPU."""
 
+import ast
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
+
+import espformer.ops
 
 pytest.importorskip("triton")
 
@@ -26,6 +31,8 @@ from espformer.ops.esp.triton.normalise import BACKWARD, FORWARD, balance_kernel
 from espformer.ops.esp.triton.points import back_project_kernel, pack_kernel, point_grad_kernel
 from espformer.ops.esp.triton.points import project_kernel, rank_kernel, spread_kernel
 from espformer.ops.esp.triton.points import unpack_kernel
+from espformer.ops.esp.triton.short_columns import short_column_kernel
+from espformer.ops.esp.triton.short_plan import short_apply_kernel
 from espformer.ops.esp.triton.soft_plan import apply_kernel, cross_kernel
 from espformer.ops.esp.triton.sort import merge_runs_kernel, sort_config, sort_runs_kernel
 from espformer.ops.esp.triton.states import REGISTERS, link_kernel, scan_kernel, state_table
@@ -41,7 +48,7 @@ EVERY_VARIANT = sys.argv[1:] == ["every variant"]
 built = set()
 
 
-def build(kernel, constants, warps=WARPS, registers=None, **types):
+def build(kernel, constants, warps=WARPS, registers=None, aligned=False, **types):
     if kernel in built and not EVERY_VARIANT:
         return None
     built.add(kernel)
@@ -55,7 +62,9 @@ def build(kernel, constants, warps=WARPS, registers=None, **types):
 
     constants = {name: constants[name] for name in kernel.arg_names if name in constants}
     signature = {name: kind(name) for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, constants)
+    pointers = [i for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*"]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in pointers if aligned}
+    source = ASTSource(kernel, signature, constants, attributes)
     target = GPUTarget("cuda", 90, 32)
     compiled = compile(source, target=target, options={"num_warps": warps, "maxnreg": registers})
     assert len(compiled.asm["cubin"]) > 0
@@ -143,6 +152,10 @@ for table in (ABSOLUTE, GAUSSIAN[4]):
     build(norm_costs_grad_kernel, poles | dict(ATOMIC=False), warps=1)
     ones = dict(ATOMIC=True, in_scale_ptr=None, d_in_scale_ptr=None)
     build(norm_costs_grad_kernel, poles | ones, warps=1)
+groups = dict(R=7, G=32, LEVELS=5)
+build(short_column_kernel, groups | normalisers, warps=1)
+build(short_column_kernel, groups | dict(x_ptr=None, p_ptr=None, lengths_ptr=None), warps=1)
+build(short_column_kernel, groups | dict(y_ptr=None, d_mid_ptr=None, lengths_ptr=None), warps=1)
 blocks = dict(BLOCKS=16, BLOCK_M=32, BLOCK_N=16)
 build(dense_column_kernel, blocks | normalisers, warps=1)
 build(dense_column_kernel, blocks | dict(x_ptr=None, p_ptr=None, lengths_ptr=None), warps=1)
@@ -165,6 +178,17 @@ for width, lanes, rows in ((8, 8, "*bf16"), (0, 16, "*fp16")):
     none |= dict(d_key_points_ptr=None, d_query_points_ptr=None, d_mid_scale_ptr=None)
     none |= dict(d_key_scale_ptr=None, d_query_scale_ptr=None)
     build(narrow_grad_kernel, narrow | none, warps=1, **types)
+    short = dict(D=max(width, 5), BLOCK_D=8, R=7 if EVERY_VARIANT else 2, G=32, LEVELS=5)
+    scales = dict(key_scale_ptr=None, query_scale_ptr=None, d_query_scale_ptr=None)
+    none = dict(g_ptr=None, d_points_ptr=None, d_mid_scale_ptr=None, totals_ptr=None)
+    found = build(short_apply_kernel, short | scales | none, warps=1, aligned=True, x_ptr=rows)
+    if found and width == 8:  # groups exchange rows within a warp, without shared memory
+        assert found.metadata.shared == 0
+    types = dict(x_ptr=rows, g_ptr=rows)
+    build(short_apply_kernel, short, warps=1, **types)
+    build(short_apply_kernel, short | scales | dict(out_ptr=None, totals_ptr=None), 1, **types)
+    only = dict(weight_ptr=None, out_ptr=None, d_points_ptr=None, d_mid_scale_ptr=None)
+    build(short_apply_kernel, short | scales | only, warps=1, **types)
 least = dict(LEAST_SIZE=1e-28, LEAST_SHARE=1e-6)
 build(spread_kernel, least | dict(BLOCK=4096), warps=8)
 for projected in (False, True):
@@ -229,9 +253,9 @@ for point, bits, infinity, kind, word in (
 """
 
 
-def compiled(*arguments: str) -> list[str]:
+def compiled(*arguments: str, environment: Mapping[str, str] = os.environ) -> list[str]:
     """Names of the kernels that were compiled, one after another."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment = {k: v for k, v in environment.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments],
         env=environment,
@@ -244,9 +268,42 @@ def compiled(*arguments: str) -> list[str]:
 
 
 def test_every_kernel_compiles_for_hopper() -> None:
-    assert len(compiled()) == 30
+    assert len(compiled()) == 32
 
 
 @pytest.mark.slow
 def test_every_variant_compiles_for_hopper() -> None:
-    assert len(compiled("every variant")) == 170
+    assert len(compiled("every variant")) == 181
+
+
+@pytest.mark.slow
+def test_every_variant_compiles_with_the_oldest_triton(oldest_triton) -> None:
+    assert len(compiled("every variant", environment=oldest_triton)) == 181
+
+
+def test_no_function_of_a_kernel_returns_a_pointer_that_may_be_none() -> None:
+    """Triton 3.6 cannot return None: such a function compiles with 3.7 alone."""
+    returned = []
+    for path in Path(espformer.ops.__path__[0]).rglob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef) and _is_compiled(function):
+                returned += [
+                    f"{path.name}: {function.name} returns {ast.unparse(node.value)}"
+                    for node in ast.walk(function)
+                    if isinstance(node, ast.Return) and node.value is not None
+                    if _may_be_none(node.value, {a.arg for a in function.args.args})
+                ]
+    assert not returned
+
+
+def _is_compiled(function: ast.FunctionDef) -> bool:
+    return any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def _may_be_none(value: ast.expr, arguments: set[str]) -> bool:
+    """Whether an expression is None, or an argument as it was given, under a condition or not."""
+    if isinstance(value, ast.IfExp):
+        return _may_be_none(value.body, arguments) or _may_be_none(value.orelse, arguments)
+    if isinstance(value, ast.Name):
+        return value.id in arguments and value.id.endswith("ptr")
+    return isinstance(value, ast.Constant) and value.value is None

@@ -8,8 +8,17 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from espformer.ops.esp.triton import costs, dense_columns, narrow_plan, normalise, states
+from espformer.ops.esp.triton import (
+    costs,
+    dense_columns,
+    narrow_plan,
+    normalise,
+    short_columns,
+    short_plan,
+    states,
+)
 from espformer.ops.esp.triton.narrow_plan import NarrowPlanKernels
+from espformer.ops.esp.triton.short_plan import ShortPlanKernels
 from espformer.ops.esp.triton.soft_plan import Plan, PlanGradients, PlanKernels
 from espformer.ops.esp.triton.states import segment_length
 
@@ -26,12 +35,14 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(states, "segment_length", lambda chunks, ahead, scans: ahead)
         monkeypatch.setattr(dense_columns, "BLOCK_M", 4)
         monkeypatch.setattr(dense_columns, "BLOCK_N", 2)
+        monkeypatch.setattr(short_plan, "LANES", 4)  # so many groups
 
 
 @pytest.fixture(params=[0, 256], ids=["scans", "dense"])
 def _columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns of the squared metric by scans, and by whole rows of κ."""
+    """Columns by scans, and by whole rows of κ or, in the absolute metric, in registers."""
     monkeypatch.setattr(dense_columns, "MOST_RANKS", request.param)
+    monkeypatch.setattr(short_columns, "LEAST_PAIRS", 1 if request.param else 1 << 30)
     monkeypatch.setattr(normalise, "BLOCK", 4)
     monkeypatch.setattr(normalise, "LEAST_BLOCK", 4)
 
@@ -106,15 +117,24 @@ NARROW = [
     pytest.param("absolute", 3, 3, 16, 8, 0.3, id="absolute-B3-L3-N16-D8"),
     pytest.param("absolute", 2, 1, 21, 16, 0.02, id="absolute-B2-L1-N21-D16"),
 ]
+# For groups of ranks: one rank in each; several, of which the last are past the end; twice as many
+# groups; and points that fill several groups.
+SHORT = [
+    *CASES,
+    *NARROW,
+    pytest.param("absolute", 1, 2, 45, 8, 0.3, id="absolute-B1-L2-N45-D8"),
+    pytest.param("absolute", 1, 1, 40, 3, 0.3, id="absolute-B1-L1-N40-D3"),
+]
 PLANS = [
     *((PlanKernels, *case.values) for case in CASES),
     *((NarrowPlanKernels, *case.values) for case in CASES + NARROW if is_narrow(*case.values)),
+    *((ShortPlanKernels, *case.values) for case in SHORT if is_narrow(*case.values)),
 ]
 
 
 @pytest.mark.parametrize(("kind", "metric", "batch", "slices", "ranks", "width", "t"), PLANS)
 def test_plans(
-    kind: type[PlanKernels | NarrowPlanKernels],
+    kind: type[PlanKernels | NarrowPlanKernels | ShortPlanKernels],
     metric: str, batch: int, slices: int, ranks: int, width: int, t: float,
 ) -> None:  # fmt: skip
     keys, queries = (Side(metric, batch, slices, ranks, width, t) for _ in range(2))
@@ -133,7 +153,7 @@ def test_plans(
     plans.apply(keys.rows, weight, out)
     expected = queries.to_tokens(queries.matrix @ w, weight)
     close(out, expected)
-    narrow = kind is NarrowPlanKernels
+    narrow = kind is not PlanKernels
     if not narrow:
         by_slice = torch.zeros(batch, slices, ranks, width, device=DEVICE)
         plans.apply(keys.rows, weight, by_slice)
@@ -178,6 +198,7 @@ def test_slopes_of_columns(
     close(slope, side.slopes(x.double().unsqueeze(-1), p.double().unsqueeze(-1)))
 
 
+@pytest.mark.usefixtures("_columns")
 def test_faint_forces() -> None:
     """Between numbers 20 widths apart: below the last digit of what stands at a rank, but right."""
     points = 20 * torch.tensor([[[0.0, 1.0, 2.5, 2.5, 4.0]]], device=DEVICE)

@@ -25,7 +25,6 @@ from espformer.ops.esp.triton.primitives import (
     exp2_minus_square,
     gap_unit,
     load_squares,
-    moved,
     of_other_side,
 )
 
@@ -92,11 +91,15 @@ def dense_column_kernel(
     other_ptr = y_ptr
     if d_mid_ptr is not None:
         other_ptr = of_other_side(y_ptr, pair, N, HEADS * L)
-    d_mid_ptr = moved(d_mid_ptr, pair % (HEADS * L) * N)
-    x_ptr = moved(x_ptr, pair * N)
-    y_ptr = moved(y_ptr, pair * N)
-    p_ptr = moved(p_ptr, pair * N)
-    slope_ptr = moved(slope_ptr, pair * N)
+        d_mid_ptr += pair % (HEADS * L) * N
+    if x_ptr is not None:
+        x_ptr += pair * N
+    if y_ptr is not None:
+        y_ptr += pair * N
+    if p_ptr is not None:
+        p_ptr += pair * N
+    if slope_ptr is not None:
+        slope_ptr += pair * N
     points_ptr += pair * N
     inv_bandwidth = tl.load(inv_bandwidth_ptr + pair // L % HEADS)
     rate = gap_unit(inv_bandwidth, True)

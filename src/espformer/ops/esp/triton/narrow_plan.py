@@ -1,9 +1,10 @@
 """Soft plans on narrow rows: recurrences from rank to rank, one lane per (head, slice, column).
 
-The torch twins are those of `soft_plan.py`, whose functions choose between the two
-(:func:`fits`). A chunk's κ costs the same however few columns it multiplies. If rows are narrow and
-sequences are many, recurrences from rank to rank cost less than products with κ: with
-``a_n = exp(-(s_n - s_{n-1}))``, in the absolute metric,
+The torch twins are those of `soft_plan.py`, whose functions choose between its own kernels, these
+ones (:func:`fits`) and, for shorter sequences, those of `short_plan.py`. A chunk's κ costs the same
+however few columns it multiplies. If rows are narrow and sequences are many, recurrences from rank
+to rank cost less than products with κ: with ``a_n = exp(-(s_n - s_{n-1}))``, in the absolute
+metric,
 
     before_n = a_n (before_{n-1} + x_{n-1}),    behind_n = a_{n+1} (behind_{n+1} + x_{n+1}),
     (κx)_n = before_n + x_n + behind_n,         (κ'x)_n = behind_n - before_n.
@@ -36,7 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2, width_arguments
-from espformer.ops.esp.triton.primitives import COUNTS, INTERPRETED, LOG2E, exp2, moved
+from espformer.ops.esp.triton.primitives import COUNTS, INTERPRETED, LOG2E, exp2
 
 if TYPE_CHECKING:
     from espformer.ops.esp.triton.soft_plan import Plan, PlanGradients
@@ -129,7 +130,8 @@ def store_sums_before(
             store_row(out_ptr + u * WIDTH, before + row, there & columns & (start + u < N))
         points_ptr += UNROLL
         order_ptr += UNROLL
-        scale_ptr = moved(scale_ptr, UNROLL)
+        if scale_ptr is not None:
+            scale_ptr += UNROLL
         out_ptr += UNROLL * WIDTH
 
 
@@ -165,7 +167,8 @@ def narrow_apply_kernel(
     behind_ptr = behind_ptr + ((ranks * WIDTH)[:, None] + d)
     key_points_ptr = key_points_ptr + ranks
     key_order_ptr = key_order_ptr + ranks
-    key_scale_ptr = moved(key_scale_ptr, ranks)
+    if key_scale_ptr is not None:
+        key_scale_ptr += ranks
     query_points_ptr = query_points_ptr + ranks
     store_sums_before(
         x_ptr, key_order_ptr, key_scale_ptr, key_points_ptr, w_ptr, N, there, columns, rate, WIDTH,
@@ -183,7 +186,9 @@ def narrow_apply_kernel(
         behind_here = behind_ptr + start * WIDTH
         points_here = query_points_ptr + start
         mid_scale_here = mid_scale_ptr + ranks + start
-        scale_here = moved(key_scale_ptr, start)
+        scale_here = None
+        if key_scale_ptr is not None:
+            scale_here = key_scale_ptr + start
         found = ()
         for u in tl.static_range(UNROLL - 1, -1, -1):
             inside = start + u < N
@@ -279,10 +284,12 @@ def narrow_grad_kernel(
     p_ptr = p_ptr + ((ranks * WIDTH)[:, None] + d)
     key_points_ptr = key_points_ptr + ranks
     key_order_ptr = key_order_ptr + ranks
-    key_scale_ptr = moved(key_scale_ptr, ranks)
+    if key_scale_ptr is not None:
+        key_scale_ptr += ranks
     query_points_ptr = query_points_ptr + ranks
     query_order_ptr = query_order_ptr + ranks
-    query_scale_ptr = moved(query_scale_ptr, ranks)
+    if query_scale_ptr is not None:
+        query_scale_ptr += ranks
     weight = tl.full((G,), 1.0, tl.float32)
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + pair)
@@ -315,8 +322,12 @@ def narrow_grad_kernel(
         w_here = w_ptr + start * WIDTH
         p_here = p_ptr + start * WIDTH
         mid_scale_here = mid_scale_ptr + ranks + start
-        k_scale_here = moved(key_scale_ptr, start)
-        q_scale_here = moved(query_scale_ptr, start)
+        k_scale_here = None
+        if key_scale_ptr is not None:
+            k_scale_here = key_scale_ptr + start
+        q_scale_here = None
+        if query_scale_ptr is not None:
+            q_scale_here = query_scale_ptr + start
         found = ()
         for u in tl.static_range(UNROLL - 1, -1, -1):
             inside = start + u < N
@@ -378,8 +389,12 @@ def narrow_grad_kernel(
         q_last = tl.load(query_points_ptr)
         force_unit = weight * inv_bandwidth
         for start in range(0, N, UNROLL):
-            k_scale_here = moved(key_scale_ptr, start)
-            q_scale_here = moved(query_scale_ptr, start)
+            k_scale_here = None
+            if key_scale_ptr is not None:
+                k_scale_here = key_scale_ptr + start
+            q_scale_here = None
+            if query_scale_ptr is not None:
+                q_scale_here = query_scale_ptr + start
             found = ()
             for u in tl.static_range(UNROLL):
                 inside = start + u < N

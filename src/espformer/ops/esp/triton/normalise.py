@@ -43,12 +43,11 @@ from torch import Tensor
 
 from espformer.ops.common.triton import Launch, Shape, once, power_of_2
 from espformer.ops.esp.balancing import chebyshev_exponents
-from espformer.ops.esp.triton import dense_columns
+from espformer.ops.esp.triton import dense_columns, short_columns
 from espformer.ops.esp.triton.points import point_gradients, sort_points
 from espformer.ops.esp.triton.primitives import (
     column_operands,
     exponential_table,
-    moved,
     of_other_side,
     rotation,
 )
@@ -336,11 +335,15 @@ def column_kernel(
     other_ptr = y_ptr
     if d_mid_ptr is not None:
         other_ptr = of_other_side(y_ptr, pair, N, HEADS * L)
-    d_mid_ptr = moved(d_mid_ptr, pair % (HEADS * L) * N)
-    x_ptr = moved(x_ptr, pair * N)
-    y_ptr = moved(y_ptr, pair * N)
-    p_ptr = moved(p_ptr, pair * N)
-    slope_ptr = moved(slope_ptr, pair * N)
+        d_mid_ptr += pair % (HEADS * L) * N
+    if x_ptr is not None:
+        x_ptr += pair * N
+    if y_ptr is not None:
+        y_ptr += pair * N
+    if p_ptr is not None:
+        p_ptr += pair * N
+    if slope_ptr is not None:
+        slope_ptr += pair * N
     inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
     scan_column(
         points_ptr + pair * N, x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, slope_ptr, length,
@@ -373,6 +376,8 @@ def column_config(shape: Shape, heads: int, metric: str, fp32_rows: bool) -> dic
 def columns(shape: Shape, heads: int, metric: str, fp32_rows: bool) -> Launch:
     """Normalisers or a slope of every slice of points, by scans or by whole rows of κ."""
     grid = (shape[0] * shape[1],)
+    if short_columns.fits(shape, metric):
+        return Launch(short_columns.short_column_kernel, grid, **short_columns.config(shape, heads))
     if dense_columns.fits(shape, metric):
         return Launch(dense_columns.dense_column_kernel, grid, **dense_columns.config(shape, heads))
     return Launch(column_kernel, grid, **column_config(shape, heads, metric, fp32_rows))
@@ -462,8 +467,9 @@ def balance_kernel(
     points_ptr += pair * N
     z_ptr += pair * N
     y_ptr += pair * N
-    upstream_ptr = moved(upstream_ptr, pair * N)
-    scale_ptr = moved(scale_ptr, pair * N)
+    if upstream_ptr is not None:
+        upstream_ptr += pair * N
+        scale_ptr += pair * N
     for start in range(0, N, BLOCK):
         n = start + tl.arange(0, BLOCK)
         z = tl.where(n < length, 1.0, 0.0)

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from espformer.ops.common.operators import operator
 from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2, width_arguments
-from espformer.ops.esp.triton.primitives import load_one_of_two, moved, store_one_of_two
+from espformer.ops.esp.triton.primitives import load_one_of_two, store_one_of_two
 from espformer.ops.esp.triton.sort import (
     Words,
     any_infinite,
@@ -280,7 +280,8 @@ def point_grad_kernel(
     pair = tl.program_id(0).to(tl.int64)
     upstream_ptr += pair * N
     points_ptr += pair * N
-    more_ptr = moved(more_ptr, pair * N)
+    if more_ptr is not None:
+        more_ptr += pair * N
     head = pair // L
     length = N
     if lengths_ptr is not None:

@@ -76,6 +76,10 @@ if INTERPRETED:  # the interpreter knows neither libdevice nor PTX
         return x * y
 
     @triton.jit
+    def computed_here(x):
+        return x
+
+    @triton.jit
     def exp2(x):
         return tl.exp2(x)
 
@@ -124,6 +128,15 @@ else:
         """
         return tl.inline_asm_elementwise(
             "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def computed_here(x):
+        """x, computed at this place: the compiler may not postpone it to where x is used, while all
+        that x is computed from would take registers.
+        """
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1
         )
 
     @triton.jit
@@ -237,12 +250,6 @@ def rotation(angle, ACCURATE: tl.constexpr):
     else:
         re, im = fast_cosine(angle), -fast_sine(angle)
     return re, im
-
-
-@triton.jit
-def moved(ptr, offset):
-    """A pointer moved on by so many numbers; None, where there is nothing to read, stays None."""
-    return ptr if ptr is None else ptr + offset
 
 
 @triton.jit

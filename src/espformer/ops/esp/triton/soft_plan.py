@@ -39,7 +39,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espformer.ops.common.triton import Launch, Shape, once
-from espformer.ops.esp.triton import narrow_plan
+from espformer.ops.esp.triton import narrow_plan, short_plan
 from espformer.ops.esp.triton.narrow_plan import NarrowPlanKernels
 from espformer.ops.esp.triton.primitives import (
     COUNTS,
@@ -53,7 +53,6 @@ from espformer.ops.esp.triton.primitives import (
     load_rows,
     load_side,
     load_states,
-    moved,
     point_at,
     program_chunk,
     state_coefficients,
@@ -62,6 +61,7 @@ from espformer.ops.esp.triton.primitives import (
     to_wide_range,
     transposed_product,
 )
+from espformer.ops.esp.triton.short_plan import ShortPlanKernels
 from espformer.ops.esp.triton.states import Chunks, chunk_states
 
 States = tuple[Tensor | None, Tensor | None]  # of x for κ_k, and of W for κ_q
@@ -201,13 +201,19 @@ def apply_kernel(
     n = begin + tl.arange(0, C)
     ranks = pair * N
     x_ptr += head * KEYS * WIDTH
-    key_scale_ptr = moved(key_scale_ptr, ranks)
-    query_scale_ptr = moved(query_scale_ptr, ranks)
+    if key_scale_ptr is not None:
+        key_scale_ptr += ranks
+    if query_scale_ptr is not None:
+        query_scale_ptr += ranks
     states = pair * CHUNKS * STATE_ROWS * WIDTH
-    x_states_ptr = moved(x_states_ptr, states)
-    w_states_ptr = moved(w_states_ptr, states)
-    g_ptr = moved(g_ptr, head * QUERIES * WIDTH)
-    g_states_ptr = moved(g_states_ptr, states)
+    if x_states_ptr is not None:
+        x_states_ptr += states
+    if w_states_ptr is not None:
+        w_states_ptr += states
+    if g_ptr is not None:
+        g_ptr += head * QUERIES * WIDTH
+    if g_states_ptr is not None:
+        g_states_ptr += states
     # All loads come first: the compiler does not move loads across tensor core products.
     k_tokens, k_points, k_first, k_last = load_side(
         key_points_ptr + ranks, key_order_ptr + ranks, begin, N, C, EVEN
@@ -318,11 +324,15 @@ def cross_kernel(
     ranks = pair * N
     x_ptr += head * KEYS * WIDTH
     g_ptr += head * QUERIES * WIDTH
-    key_scale_ptr = moved(key_scale_ptr, ranks)
-    query_scale_ptr = moved(query_scale_ptr, ranks)
+    if key_scale_ptr is not None:
+        key_scale_ptr += ranks
+    if query_scale_ptr is not None:
+        query_scale_ptr += ranks
     states = pair * CHUNKS * STATE_ROWS * WIDTH
-    x_states_ptr = moved(x_states_ptr, states)
-    g_states_ptr = moved(g_states_ptr, states)
+    if x_states_ptr is not None:
+        x_states_ptr += states
+    if g_states_ptr is not None:
+        g_states_ptr += states
     k_tokens, k_points, k_first, k_last = load_side(
         key_points_ptr + ranks, key_order_ptr + ranks, begin, N, C, EVEN
     )
@@ -530,7 +540,7 @@ def _cross_launches(chunks: Chunks, keys: int, queries: int, width: int) -> list
     )
 
 
-Kernels = PlanKernels | NarrowPlanKernels
+Kernels = PlanKernels | NarrowPlanKernels | ShortPlanKernels
 
 
 @once
@@ -544,7 +554,9 @@ def _grouped(
     """
     batch, slices, ranks = shape
     kind: type[Kernels] = PlanKernels
-    if narrow_plan.fits(shape, width, dtype, metric, with_inv_bandwidth):
+    if short_plan.fits(shape, width, dtype, metric, with_inv_bandwidth):
+        kind, pairs = ShortPlanKernels, batch * slices  # there is no scratch memory
+    elif narrow_plan.fits(shape, width, dtype, metric, with_inv_bandwidth):
         kind, pairs = NarrowPlanKernels, narrow_plan.pairs_at_once(ranks, width, dtype, backward)
     else:
         each = Chunks.of(shape, metric, dtype).scratch_bytes(width, backward)

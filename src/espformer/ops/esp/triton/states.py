@@ -41,7 +41,6 @@ from espformer.ops.esp.triton.primitives import (
     load_rows,
     load_side,
     load_states,
-    moved,
     point_at,
     product,
     program_chunk,
@@ -128,7 +127,8 @@ def sums_kernel(
     n = begin + tl.arange(0, C)
     ranks = pair * N
     x_ptr += head * TOKENS * WIDTH
-    scale_ptr = moved(scale_ptr, ranks)
+    if scale_ptr is not None:
+        scale_ptr += ranks
     inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
     fp32_rows: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     tokens, points, first, last = load_side(
@@ -169,7 +169,8 @@ def sums_kernel(
         if together:
             into += through
     states_ptr += pair * CHUNKS * STATE_ROWS * WIDTH
-    next_states_ptr = moved(next_states_ptr, pair * CHUNKS * STATE_ROWS * WIDTH)
+    if next_states_ptr is not None:
+        next_states_ptr += pair * CHUNKS * STATE_ROWS * WIDTH
     if not THROUGH:
         through = into
         x = load_rows(x_ptr, scale_ptr, tokens, n, N, tl.arange(0, BLOCK_D), WIDTH, EVEN)
