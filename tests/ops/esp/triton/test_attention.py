@@ -164,11 +164,13 @@ def test_where_sequences_stay_in_registers() -> None:
         return short_plan.fits((4096, 8, ranks), 8, torch.bfloat16, "absolute", **options)
 
     assert fits(197)
-    assert fits(512)
-    assert not fits(513)
+    assert fits(256)
+    assert not fits(257)
     assert not fits(197, with_inv_bandwidth=True)
     assert not short_plan.fits((4096, 8, 197), 8, torch.float32, "absolute")
     assert not short_plan.fits((64, 8, 197), 8, torch.bfloat16, "absolute"), "few slices"
+    sizes = [short_plan.config(ranks, 8)["R"] for ranks in (0, 1, 33, 65, 129, 197, 225, 256)]
+    assert sizes == [1, 1, 2, 4, 7, 7, 8, 8]
 
 
 def test_where_recurrences_are_taken() -> None:

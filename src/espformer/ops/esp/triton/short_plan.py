@@ -62,9 +62,12 @@ if TYPE_CHECKING:
     from espformer.ops.esp.triton.soft_plan import Plan, PlanGradients
 
 MOST_WIDTH = 16
-MOST_RANKS = 512
+MOST_RANKS = 256
 LEAST_PAIRS = 4096  # (head, slice) pairs; with fewer the GPU would be idle
 LANES = 32
+# Ranks of a group, R, that kernels are compiled for: few, since each takes ten seconds. Seven are
+# for the 197 tokens of a ViT.
+GROUP_SIZES = (1, 2, 4, 7, 8)
 # Of a group: columns at a time, and numbers, each of which takes a register of a lane.
 MOST_COLUMNS, MOST_NUMBERS = 8, 64
 
@@ -472,10 +475,11 @@ def fits(
 
 def config(ranks: int, width: int) -> dict[str, int]:
     """Ranks of a group, groups, and columns at a time: as many as registers allow."""
-    tiles = power_of_2(ceil_div(max(1, ranks), LANES))
+    least = ceil_div(max(1, ranks), LANES)
+    size = next((size for size in GROUP_SIZES if size >= least), least)
+    columns = min(MOST_COLUMNS, power_of_2(width), MOST_NUMBERS // power_of_2(size))
     return {
-        "R": ceil_div(max(1, ranks), LANES), "G": LANES, "LEVELS": LANES.bit_length() - 1,
-        "BLOCK_D": max(1, min(MOST_COLUMNS, power_of_2(width), MOST_NUMBERS // tiles)),
+        "R": size, "G": LANES, "LEVELS": LANES.bit_length() - 1, "BLOCK_D": max(1, columns)
     }  # fmt: skip
 
 
