@@ -8,7 +8,7 @@ import torch
 from espformer import esp_attention, esp_plan
 from espformer.models import TextClassifier, VisionTransformer
 from espformer.models.set_transformer import SetTransformer
-from espformer.ops.esp.problem import spread
+from espformer.ops.esp.problem import with_spread
 from tests.compare import BACKENDS, BALANCES, METRICS, differentiate, some, tokens
 
 
@@ -57,14 +57,31 @@ def test_a_padded_batch_gives_what_its_sequences_give(backend, balance):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_slice_without_spread_mixes_uniformly_with_finite_gradients(backend, metric, dtype):
+@pytest.mark.parametrize("number", [0.0, 1e-10, 0.1])
+def test_a_slice_without_spread_mixes_uniformly_and_has_no_gradient(backend, metric, dtype, number):
     query, key, value = (x.to(dtype) for x in tokens(1, 1, n=40))
-    query[..., 0], key[..., 1] = 0.1, 0.0
+    query[..., 0], key[..., 1] = number, number
     found = differentiate(query, key, value, metric=metric, backend=backend)
-    assert all(bool(x.isfinite().all()) for x in found.values())
-    constant = torch.full_like(query[..., :1], 0.1)
+    want = differentiate(*(x.double() for x in (query, key, value)), metric=metric, backend="dense")
+    for name, x in found.items():  # the other slices have gradients, this one has none
+        torch.testing.assert_close(x.double(), want[name], rtol=1e-4, atol=1e-4)
+    assert not found["query"][..., 0].any()
+    assert not found["key"][..., 1].any()
+    constant = torch.full_like(query[..., :1], number)
     plan = esp_plan(constant, constant, metric=metric, backend=backend)
     torch.testing.assert_close(plan, torch.full_like(plan, 1 / 40))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("tokens_", [33, 200])
+def test_heads_whose_keys_are_zero_have_no_gradient(backend, metric, tokens_):
+    query, key, value = torch.randn(3, 1, 2, tokens_, 4)
+    key[:, 0] = 0
+    options = {"metric": metric, "backend": backend, "inverse_temperature": 1.0}
+    found = differentiate(query, key, value, **options, cost_exponent=1.0)
+    assert found["key"].abs().max() < 10
+    assert not differentiate(query, key, value, metric=metric, backend=backend)["key"][:, 0].any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -86,11 +103,11 @@ def test_gradients_go_through_the_spread(backend):
 def test_spread_is_the_standard_deviation_of_tokens_that_take_part():
     points = torch.randn(2, 3, 9, dtype=torch.float64) * 1e-170  # whose squares vanish
     mask = some(2, 1, 9)
-    found = spread(points, mask)
+    found = with_spread(points, mask)[1]
     for b in range(2):
         expected = (points[b][:, mask[b, 0]] * 1e170).std(-1, correction=0) * 1e-170
         torch.testing.assert_close(found[b, :, 0], expected, atol=0, rtol=1e-12)
-    assert torch.equal(spread(points, None), spread(points, torch.ones_like(mask)))
+    assert torch.equal(with_spread(points, None)[1], with_spread(points, torch.ones_like(mask))[1])
 
 
 @torch.no_grad()

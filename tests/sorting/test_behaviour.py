@@ -170,6 +170,21 @@ def test_extremes_stay_finite(function, case, metric):
         assert all(g is None or g.isfinite().all() for g in grads), (t, unit, dtype)
 
 
+@pytest.mark.parametrize("backend", ["auto", "linear", "dense"])
+@pytest.mark.parametrize("number", [0.0, 1e-10, 0.1])
+def test_numbers_without_spread_have_no_gradient(backend, number):
+    """Rounding, divided by nearly nothing, is none."""
+    x, rows = torch.full((200,), number, requires_grad=True), torch.randn(200, 3)
+    for out in (
+        sorting.soft_rank(x, backend=backend),
+        sorting.soft_sort(x, rows, backend=backend),
+        sorting.soft_unsort(x, rows, backend=backend),
+    ):
+        upstream = torch.sin(torch.arange(out.numel()).view_as(out))
+        (found,) = torch.autograd.grad(out, x, upstream)
+        assert not found.any()
+
+
 # Kernels of the squared metric in float32 are compiled for slow tests alone.
 @pytest.mark.parametrize("metric", ["absolute", pytest.param("squared", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scale", [2.0**-90, 2.0**-20, 2.0**60])

@@ -28,7 +28,7 @@ from espformer.ops.esp.problem import (
     MOST_TEMPERATURE,
     Problem,
     near_one,
-    spread,
+    with_spread,
 )
 
 SPACING = 1024.0  # distance between ranks, in kernel widths
@@ -177,7 +177,8 @@ class SoftSort:
         rows, factor = near_one(self.numbers)
         if self.unit == "spread":  # t is a width
             mask = None if self.mask is None else self.mask.unsqueeze(1)
-            width = t * spread(rows.unsqueeze(1), mask).flatten()
+            slices, deviation = with_spread(rows.unsqueeze(1), mask)
+            rows, width = slices.squeeze(1), t * deviation.flatten()
             t = width if metric == "absolute" else width.square()
         else:  # multiplied twice, since the square of the factor might overflow
             t = t * factor.squeeze(-1)

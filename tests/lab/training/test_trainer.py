@@ -1,6 +1,7 @@
 """One run, end to end, on the data that come with the package."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -264,3 +265,25 @@ def test_a_run_that_fails_at_once_leaves_no_directory(recipe, tmp_path, monkeypa
             execute(run, directory, progress=False)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["mine"]
     assert not list((tmp_path / "mine").iterdir()), "what was there before stays"
+
+
+@pytest.mark.parametrize(("score", "percent"), [("bleu", 34.2), ("accuracy", 3420.0)])
+def test_bleu_is_in_percent_already(score, percent):
+    settings = SimpleNamespace(validate_every=1, epochs=2)
+    learner = SimpleNamespace(score=score, run=SimpleNamespace(trainer=settings))
+    runner = SimpleNamespace(
+        callback_metrics={f"valid/{score}": torch.tensor(34.2)},
+        test=lambda *_, **__: [{f"test/{score}": 34.2}],
+    )
+    scores = trainer._Scores(runner, learner, None)
+    scores.test("test")
+    scores.validation()
+    assert scores.scores == pytest.approx({"test": percent, "valid": percent})
+
+
+def test_a_run_that_is_shorter_than_its_first_validation_has_none():
+    settings = SimpleNamespace(validate_every=10, epochs=2)
+    learner = SimpleNamespace(score="bleu", run=SimpleNamespace(trainer=settings))
+    scores = trainer._Scores(SimpleNamespace(), learner, None)  # which cannot validate
+    scores.validation()
+    assert scores.scores == {}

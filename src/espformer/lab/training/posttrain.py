@@ -76,7 +76,7 @@ def evaluate(
             raise RunError(str(error)) from None
     if hard:
         harden_model(learner.model)
-    score = score_percent(trainer.test(learner, datamodule=data, verbose=False), learner)
+    score = score_percent(trainer.test(learner, datamodule=data, verbose=False)[0], "test", learner)
     return {"checkpoint": str(file), "score": learner.score, "test": score}
 
 
@@ -143,9 +143,13 @@ def harden(
         learner, data, trainer = _ready(run, file, data_directory, progress)
         if _is_hard(learner.model):
             raise RunError(f"{file}: sorts exactly already; {_SOFT}")
-        soft = score_percent(trainer.test(learner, datamodule=data, verbose=False), learner)
+        soft = score_percent(
+            trainer.test(learner, datamodule=data, verbose=False)[0], "test", learner
+        )
         harden_model(learner.model)
-        hard = score_percent(trainer.test(learner, datamodule=data, verbose=False), learner)
+        hard = score_percent(
+            trainer.test(learner, datamodule=data, verbose=False)[0], "test", learner
+        )
         target = file.parent / "hard.ckpt"
         trainer.save_checkpoint(target, weights_only=True)
         results = {

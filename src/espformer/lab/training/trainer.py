@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -229,16 +229,19 @@ class _Scores:
             self.learner, datamodule=self.data, verbose=False, ckpt_path=checkpoint,
             weights_only=True,
         )  # fmt: skip
-        self.scores[name] = score_percent(found, self.learner)
+        self.scores[name] = score_percent(found[0], "test", self.learner)
         if "test/recall" in found[0]:
             self.recalls[name] = 100 * float(found[0]["test/recall"])
 
     def validation(self) -> None:
-        """Keep the score of the last epoch's validation."""
-        name = f"valid/{self.learner.score}"
-        if name not in self.trainer.callback_metrics:  # stopped after the last epoch
+        """Keep the score of the last epoch's validation, unless the run is too short for one."""
+        settings = self.learner.run.trainer
+        if settings.validate_every > max(1, settings.epochs):
+            return
+        if f"valid/{self.learner.score}" not in self.trainer.callback_metrics:
+            # Stopped after the last epoch.
             self.trainer.validate(self.learner, datamodule=self.data, verbose=False)
-        self.scores["valid"] = 100 * float(self.trainer.callback_metrics[name])
+        self.scores["valid"] = score_percent(self.trainer.callback_metrics, "valid", self.learner)
 
     def before_training(self, path: Path, *, fresh: bool) -> None:
         """Score the first weights: measured once, and kept in a file for a run that goes on."""
@@ -363,9 +366,9 @@ def _training_callbacks(run: TrainingRun, directory: Path, score: str) -> list[C
     return callbacks
 
 
-def score_percent(metrics: Any, learner: Learner) -> float:
-    """Return the score of an evaluation in percent (BLEU is one already)."""
-    value = float(metrics[0][f"test/{learner.score}"])
+def score_percent(metrics: Mapping[str, Any], stage: str, learner: Learner) -> float:
+    """Return the score of an evaluation, "valid" or "test", in percent (BLEU is one already)."""
+    value = float(metrics[f"{stage}/{learner.score}"])
     return 100 * value if learner.score == "accuracy" else value
 
 

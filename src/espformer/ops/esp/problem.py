@@ -114,7 +114,8 @@ class Problem:
         """
         if self.options.temperature_unit == "absolute" or self.options.hard:
             return points
-        return points / spread(points, valid)
+        points, width = with_spread(points, valid)
+        return points / width
 
     def centre(self) -> Tensor:
         """The mean of the keys that take part, (batch, 1, m), without a gradient.
@@ -181,12 +182,13 @@ def slice_weights(
     return None if logits is None else logits.softmax(-1)
 
 
-def spread(points: Tensor, valid: Tensor | None) -> Tensor:
-    """The standard deviation of the points of every slice, (batch, L, 1), never zero.
+def with_spread(points: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The points of every slice, (batch, L, N), and their standard deviation, (batch, L, 1).
 
-    It is computed relative to the largest point, so that squares stay in the range of float32. If
-    points differ only by rounding, the largest point is returned instead: dividing by a spread near
-    zero would amplify the rounding, and the gradient.
+    The deviation is computed relative to the largest point, so that squares stay in the range of
+    float32. Points that differ only by rounding have no spread: their largest is returned instead,
+    which is never zero, and they have no gradient. Rounding, divided by something near zero, would
+    be taken for one.
     """
     here = points if valid is None else torch.where(valid, points, 0)
     least = torch.finfo(points.dtype).tiny ** 0.75  # so that its inverse does not overflow
@@ -197,8 +199,10 @@ def spread(points: Tensor, valid: Tensor | None) -> Tensor:
         count = valid.sum(-1, keepdim=True).clamp(min=1)
         centred = torch.where(valid, points - here.sum(-1, keepdim=True) / count, 0)
         variance = (centred / largest).square().sum(-1, keepdim=True) / count
-    spreads = variance > (8 * torch.finfo(points.dtype).eps) ** 2
-    return largest * torch.where(spreads, variance, 1).sqrt()
+    # NaN is not without spread: it keeps its gradient.
+    flat = variance <= (8 * torch.finfo(points.dtype).eps) ** 2
+    width = largest * torch.where(flat, 1, variance).sqrt()
+    return torch.where(flat, points.detach(), points), width
 
 
 def near_one(numbers: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("numba")
 
 from espformer.ops.esp.cpu.units import in_spreads
-from espformer.ops.esp.problem import spread
+from espformer.ops.esp.problem import with_spread
 from tests.compare import some
 
 NUMBERS = {
@@ -31,7 +31,10 @@ def test_as_in_torch(kind, n, dtype, masked):
         mask[1] = False  # a sequence without tokens
     valid = torch.ones(2, 1, n, dtype=torch.bool) if mask is None else mask.unsqueeze(1)
     upstream = torch.where(valid, torch.randn(2, 3, n, dtype=dtype), 0)  # padding gets none
-    found, want = in_spreads(points, mask)[0], points / spread(points, valid if masked else None)
+    found, want = (
+        in_spreads(points, mask)[0],
+        torch.divide(*with_spread(points, valid if masked else None)),
+    )
     pairs = [
         (found, want),
         *zip(*(torch.autograd.grad(x, points, upstream) for x in (found, want)), strict=True),

@@ -7,7 +7,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import espformer
-from espformer.ops.esp.problem import spread
+from espformer.ops.esp.problem import with_spread
 from espformer.ops.esp.triton import sort
 from espformer.ops.esp.triton.points import masked_lengths, point_gradients, sort_points
 
@@ -50,7 +50,7 @@ def expected(
         points = points.gather(-1, ranks.minimum(last).expand_as(points))
         points = torch.where(mask.any(-1).view(-1, 1, 1), points, 0)
         valid = ranks < mask.sum(-1).view(-1, 1, 1)
-    return points / spread(points, valid) if in_spreads else points
+    return torch.divide(*with_spread(points, valid)) if in_spreads else points
 
 
 @pytest.mark.usefixtures("_in_runs")
@@ -139,11 +139,23 @@ def test_huge_tiny_and_equal_points() -> None:
     x[..., 2] = 0.3
     x[..., 3] = 0
     points, _, found = sort_points(x, None, None, None, None, 1.0, True)
-    want = spread(x.mT.contiguous(), None)
+    want = with_spread(x.mT.contiguous(), None)[1]
     torch.testing.assert_close(found.unsqueeze(-1), want)
     torch.testing.assert_close(points[:, :2].std(-1, correction=0), torch.ones(1, 2, device=DEVICE))
     assert bool(points.isfinite().all())
     torch.testing.assert_close(points[:, 2:], (x.mT[:, 2:] / want[:, 2:]))
+
+
+@pytest.mark.parametrize("metric", ["absolute", "squared"])
+@pytest.mark.parametrize("number", [0.0, 1e-10])
+def test_keys_without_spread_have_no_gradient(number: float, metric: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 33, 2, device=DEVICE).unbind()
+    k[:, 1] = number
+    k.requires_grad_()
+    out = espformer.esp_attention(q, k, v, metric=metric, backend="triton")
+    (found,) = torch.autograd.grad(out.square().sum(), k)
+    assert not bool(found[:, 1].any())
+    assert bool(found[:, 0].any())
 
 
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])

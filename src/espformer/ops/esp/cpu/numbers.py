@@ -335,6 +335,8 @@ def sort_or_rank_gradient(
         factor, spread = np.float64(shape[FACTOR]), np.float64(shape[SPREAD])
         mean = np.float64(points[n // 2]) + shape[MEAN]
         scale, own_scale = (factor * inv_width, factor) if ranks else (1.0, 1.0)
+        if ranks and in_spreads and spread == 0:
+            scale = 0.0
         turned = 0.0
         if shape[FREE] > 0:
             d_width = own_scale * width_gradient(

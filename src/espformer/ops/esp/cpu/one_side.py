@@ -189,6 +189,8 @@ def to_numbers(settings, unit, side, head, slopes, shape, d_numbers):  # type: i
     if unit.in_spreads and shape[FREE] > 0 and spread > 0:
         turned = pulls / (n * spread * spread)
     scale = inv_bandwidth * factor
+    if unit.in_spreads and spread == 0:
+        scale = 0.0
     for i in range(n):
         found = scale * (np.float64(slopes[i]) - turned * (points[i] - mean))
         d_numbers[order[i]] = min(max(found, -unit.greatest), unit.greatest)

@@ -3,7 +3,7 @@
 - ``espformer::cpu_in_spreads``: the numbers of every slice over their standard deviation;
 - ``espformer::cpu_in_spreads_backward``: the gradient of that.
 
-The torch twin is `spread` of :mod:`espformer.ops.esp.problem`, with a dozen tensor operations
+The torch twin is `with_spread` of :mod:`espformer.ops.esp.problem`, with a dozen tensor operations
 forward and backward, which took a tenth of the time of a call.
 """
 
@@ -21,7 +21,7 @@ from espformer.ops.esp.cpu.compiling import kernel, relaxed, stand_alone
 from espformer.ops.esp.cpu.threads import run, shares
 
 MULTIPLICATIONS = 8  # for each number, which decides how many threads are worth it
-SPREAD, MEAN, MOVES = range(3)  # of a slice; MOVES is one over n where the spread is a deviation
+SPREAD, MEAN, MOVES = range(3)  # of a slice; MOVES is one over n, or zero if it has no spread
 
 
 @relaxed("reassoc", "contract")
@@ -73,9 +73,9 @@ def divide(h0, h1, l0, l1, points, mask, least, rounding, out, shapes, taken):  
             largest = max(np.float64(_largest(x, taken)), least)
             mean = _sum(x, taken) / n
             variance = _sum_of_squares(x, taken, mean, 1 / largest) / n
-            spread, moves = largest, 0.0
-            if variance > rounding * rounding:
-                spread, moves = largest * np.sqrt(variance), 1.0 / n
+            spread, moves = largest * np.sqrt(variance), 1.0 / n
+            if variance <= rounding * rounding:
+                spread, moves = largest, 0.0
             shape[SPREAD], shape[MEAN], shape[MOVES] = spread, mean / spread, moves
             divisor = x.dtype.type(spread)
             for i in range(size):
@@ -84,7 +84,7 @@ def divide(h0, h1, l0, l1, points, mask, least, rounding, out, shapes, taken):  
 
 @kernel
 def divide_gradient(h0, h1, l0, l1, upstream, mask, out, shapes, d_points, taken):  # type: ignore[no-untyped-def]
-    """``(g_i - (Σ g y) (y_i - mean) / n) / spread``, or ``g_i / spread`` if that does not move."""
+    """``(g_i - (Σ g y) (y_i - mean) / n) / spread``, or zero if there is no spread."""
     size = out.shape[2]
     for head in range(h0, h1):
         for i in range(size):
@@ -97,13 +97,17 @@ def divide_gradient(h0, h1, l0, l1, upstream, mask, out, shapes, d_points, taken
             number = g.dtype.type
             share, mean = number(_sum(g, y) * shape[MOVES]), number(shape[MEAN])
             spread = number(shape[SPREAD])
+            if shape[MOVES] == 0:
+                for i in range(size):
+                    dx[i] = 0
+                continue
             for i in range(size):
                 dx[i] = (g[i] - share * taken[i] * (y[i] - mean)) / spread
 
 
 @cache
 def _limits(dtype: torch.dtype) -> tuple[float, float]:
-    """The least spread, and the deviation of numbers that differ by rounding, see `spread`."""
+    """The least spread, and the deviation of numbers that differ by rounding, see `with_spread`."""
     info = torch.finfo(dtype)
     return info.tiny**0.75, 8 * info.eps
 

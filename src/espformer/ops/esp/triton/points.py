@@ -1,7 +1,7 @@
 """Points of every slice in rank order: projected, sorted, and in units of their spread.
 
 The torch twins are :func:`espformer.ops.esp.linear.sort_tokens` and
-:func:`espformer.ops.esp.problem.spread`.
+:func:`espformer.ops.esp.problem.with_spread`.
 
 **Forward**, for rows of at most 1024 tokens two launches: one makes the points ``p = scale · Θ x``,
 as words (`sort.py`), one sorts them and divides them by their spread. Longer rows are sorted in
@@ -13,7 +13,7 @@ both mean and variance.
 
     dp_i = (g_i - (Σ_j g_j y_j) (y_i - ȳ) / n) / s,
 
-without the second term where the points have no spread. By token it is the gradient of the tokens
+and zero where the points have no spread. By token it is the gradient of the tokens
 themselves if slices are axes; else
 
     dx_n = scale · Σ_l dp_ln θ_l,     dθ_l = scale · Σ_n dp_ln x_n.
@@ -55,7 +55,7 @@ from espformer.ops.esp.triton.sort import (
     word_point,
 )
 
-# As in `espformer.ops.esp.problem.spread`: the least size of points, and the least spread as a
+# As in `espformer.ops.esp.problem.with_spread`: the least size of points, and the least spread as a
 # share of it.
 LEAST_SIZE = torch.finfo(torch.float32).tiny ** 0.75
 LEAST_SHARE = 8 * torch.finfo(torch.float32).eps
@@ -294,9 +294,10 @@ def point_grad_kernel(
             n = start + tl.arange(0, BLOCK)
             g = load_sum(upstream_ptr, more_ptr, n, n < length)
             products += g * tl.load(points_ptr + n, mask=n < length, other=0.0)
-        # Divided by the spread, points have a spread of one; points without a spread are much
-        # closer together.
-        slope = tl.where(variance > 0.5, tl.sum(products, 0) / tl.maximum(length, 1), 0.0)
+        # Divided by the spread, points have a spread of one; points without a spread, which have
+        # no gradient, are much closer together.
+        flat = variance <= 0.5
+        slope = tl.sum(products, 0) / tl.maximum(length, 1)
         spread = tl.load(spread_ptr + pair)
     for start in range(0, N, BLOCK):
         n = start + tl.arange(0, BLOCK)
@@ -304,7 +305,8 @@ def point_grad_kernel(
         if spread_ptr is not None:
             y = tl.load(points_ptr + n, mask=n < length, other=0.0)
             # Not ``y - centre``: far from zero it would be rounded in the same way for all ranks.
-            g = tl.where(n < length, g - slope * ((y - middle) - mean), 0.0) / spread
+            g = (g - slope * ((y - middle) - mean)) / spread
+            g = tl.where((n < length) & (not flat), g, 0.0)
         token = tl.load(order_ptr + pair * N + n, mask=n < N, other=0)
         if TOKENS_FIRST:
             at = (head % HEADS * N + token) * L + pair % L
