@@ -1,12 +1,13 @@
 """A task that needs attention: ``python examples/find_partners.py``.
 
-Every symbol occurs twice in a sequence, at random places: once with a payload, once without. A
-token without payload must say what its partner's is, so it has to find the one token among all
-that has the same symbol. Nothing but attention can do that: with uniform attention, which is the
-mean of all tokens, a model knows which payloads there are, but not whose they are.
+Every symbol occurs twice in a sequence, at random places: once with a payload, once without. The
+model has to predict the payload for the token that has none, so this token must find the one other
+token with the same symbol. In a Transformer only the attention passes information between tokens.
+With uniform attention, the mean of all tokens, the model learns which payloads occur, but not whose
+they are: it scores as if it always named the most frequent one.
 
-A Transformer of two layers is trained with each attention, on sequences that never repeat, and
-scored on sequences that it has not seen; ESP also with an exact sort.
+A Transformer of two layers is trained with each attention on sequences that are drawn anew for
+every step, and scored on new sequences; ESP also with an exact sort.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def train(mechanism: Mechanism, pairs: int, steps: int, seed: int) -> Model:
 
 @torch.no_grad()
 def accuracy(model: Model, pairs: int) -> float:
-    """Share of right answers in 500 new sequences, in percent."""
+    """Share of correct answers in 500 new sequences, in percent."""
     symbols, payloads, answers = draw(500, pairs, torch.Generator().manual_seed(12345))
     asked = answers != -100
     found = model(symbols, payloads).argmax(-1)
@@ -99,7 +100,7 @@ def main() -> None:
     if not 1 <= given.pairs <= SYMBOLS:
         parser.error(f"--pairs must be between 1 and {SYMBOLS}")
 
-    print(f"{2 * given.pairs} tokens, {given.steps} steps, right answers in % for each seed")
+    print(f"{2 * given.pairs} tokens, {given.steps} steps, correct answers in % for each seed")
     for name, mechanism in {
         "uniform": Uniform(),
         "softmax": Softmax(),

@@ -242,7 +242,7 @@ def test_docstrings_become_markdown():
     pytest.importorskip("griffe")
     from tools.site_docstrings import to_markdown
 
-    docstring = """See :func:`~espformer.revert` and :math:`x_i`.
+    docstring = """See :func:`~espformer.revert`, :meth:`torch.sort` and :math:`x_i`.
 
     .. math::
 
@@ -256,7 +256,8 @@ def test_docstrings_become_markdown():
         1
     """
     text = to_markdown(docstring)
-    assert "See `espformer.revert` and $x_i$." in text
+    revert = "[`espformer.revert`][espformer.integrations.revert]"
+    assert f"See {revert}, `torch.sort` and $x_i$." in text
     assert r"$$\begin{align*} a &= b,\\ c &= d. \end{align*}$$" in text
     assert "    After.\n" in text
     assert "    Examples:\n" in text

@@ -243,6 +243,22 @@ def quiet() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+LEGEND = """\
+Look for your model by its class or its family. Modules that are *left* keep their attention:
+
+| reason | meaning |
+|---|---|
+| causal | each token sees earlier tokens only |
+| cross-attention | queries and keys are different tokens; `cross=True` converts it |
+| local | each token sees only a window around it |
+| its model masks | some pairs of tokens must not see each other, such as two images |
+| adds a bias of positions to scores | ESP has no scores to add to |
+| not a kind of attention that convert knows | the model computes its attention itself |
+| its queries and keys are not seen to be the same tokens | pass `cross` to say if they are |
+
+[Plug and play](plug-and-play.md#what-is-not-converted-and-why) says more about them."""
+
+
 def page(rows: list[Row]) -> str:
     """docs/families.md."""
     count = {v: sum(r.verdict == v for r in rows) for v in {r.verdict for r in rows}}
@@ -259,6 +275,8 @@ def page(rows: list[Row]) -> str:
         "`revert` restores the",
         "original. A class that is reported as converted but fails any of these is *wrong*.",
         "",
+        *LEGEND.splitlines(),
+        "",
         "| verdict | classes |",
         "|---|---|",
     ]
@@ -267,7 +285,8 @@ def page(rows: list[Row]) -> str:
     for verdict, title in (("wrong", "Wrong"), ("supported", "Supported"), ("refused", "Refused")):
         chosen = [row for row in rows if row.verdict == verdict]
         if chosen:
-            lines += ["", f"## {title}", "", "| family | class | |", "|---|---|---|"]
+            told = "its attention modules" if verdict == "supported" else "why"
+            lines += ["", f"## {title}", "", f"| family | class | {told} |", "|---|---|---|"]
             for row in chosen:
                 detail = row.detail.replace("|", "\\|")
                 lines.append(f"| {row.family} | {row.name} | {detail} |")

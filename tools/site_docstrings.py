@@ -6,10 +6,18 @@ In the sources :func:`name` and ``.. math::`` are what editors and ``help`` show
 import pydoc
 import re
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import griffe
 
+API = Path(__file__).parents[1] / "docs" / "api"
+# Everything that the reference shows, by its last name: revert, espformer.integrations.revert.
+SHOWN = {
+    path.rpartition(".")[2]: path
+    for page in sorted(API.glob("*.md"))
+    for path in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+}
 ROLE = re.compile(r":(?:func|class|meth|mod|data|attr):`~?\.?([^`]+)`")
 INLINE = re.compile(r":math:`([^`]+)`")
 EXAMPLE = re.compile(r"^( *)Example:$", re.MULTILINE)
@@ -18,7 +26,11 @@ MATH = re.compile(r"^( *)\.\. math::[ \t]*(.*\n(?:(?:\1 +.*)?\n)*)", re.MULTILIN
 
 
 def to_markdown(docstring: str) -> str:
-    """The same docstring with code spans for roles and ``$$`` around formulas."""
+    """The same docstring with links for roles and ``$$`` around formulas."""
+
+    def reference(match: re.Match[str]) -> str:
+        path = SHOWN.get(match[1].rpartition(".")[2])
+        return f"`{match[1]}`" if path is None else f"[`{match[1]}`][{path}]"
 
     def formula(match: re.Match[str]) -> str:
         indent, body = match[1], " ".join(textwrap.dedent(match[2]).split())
@@ -29,7 +41,7 @@ def to_markdown(docstring: str) -> str:
     text = MATH.sub(formula, docstring + "\n").rstrip("\n")
     text = EXAMPLE.sub(r"\1Examples:", text)  # the section that is shown as code
     text = INLINE.sub(r"$\1$", text)
-    return ROLE.sub(lambda match: f"`{match[1]}`", text)
+    return ROLE.sub(reference, text)
 
 
 class Markdown(griffe.Extension):

@@ -1,4 +1,19 @@
-"""Doubly-stochastic attention through Expected Sliced Transport Plans, in linear time."""
+"""Doubly-stochastic attention through Expected Sliced Transport Plans, in linear time.
+
+:mod:`espformer.functional` has attention as functions, :mod:`espformer.nn` as layers,
+:mod:`espformer.sorting` has differentiable sorts, :mod:`espformer.integrations` swaps the attention
+of existing models, and :mod:`espformer.models` has the models of the paper. The most common names
+are also here:
+
+    >>> import torch, espformer
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8).unbind()  # (batch, heads, tokens, head_dim)
+    >>> espformer.esp_attention(q, k, v).shape
+    torch.Size([2, 4, 10, 8])
+    >>> layer = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True)
+    >>> layer = espformer.convert(layer, espformer.nn.ESP())
+    >>> espformer.sorting.soft_rank(torch.tensor([3.0, 1.0, 2.0]), temperature=0.01)
+    tensor([3., 1., 2.])
+"""
 
 import importlib
 from typing import TYPE_CHECKING

@@ -49,8 +49,19 @@ def test_every_family_has_its_section():
         assert len(source.splitlines()) <= 30, heading
 
 
-@pytest.mark.parametrize("name", ["convert", "report", "settings"])
-def test_examples_in_docstrings(name):
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [
+        ("calibration", "torch"),
+        ("convert", "torch"),
+        pytest.param("onnx", "onnxscript", marks=pytest.mark.slow),
+        ("pretrained", "transformers"),
+        ("report", "torch"),
+        ("settings", "torch"),
+    ],
+)
+def test_examples_in_docstrings(name, needs):
+    pytest.importorskip(needs)
     module = importlib.import_module(f"espformer.integrations.{name}")
     results = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert results.attempted > 0

@@ -130,8 +130,11 @@ def sinkhorn_attention(
 ) -> Tensor:
     r"""Doubly-stochastic attention by Sinkhorn's algorithm (Sinkformers).
 
-    The rows and columns of :math:`\exp(Q K^\top \cdot \text{scale} / \varepsilon)` are normalised
-    alternately, in the log domain, see :func:`espformer.ops.sinkhorn.torch.sinkhorn_normalize`.
+    .. math:: \mathrm{out} = \mathrm{diag}(u)\, \exp(Q K^\top \cdot \text{scale} / \varepsilon)\,
+              \mathrm{diag}(w)\, V,
+
+    where u and w are updated in turns, in the log domain: u so that rows sum to one, then w so that
+    columns sum to N/M.
 
     Args:
         query: ``(batch, heads, N, head_dim)``. Queries, keys and values may be jagged nested
@@ -140,8 +143,8 @@ def sinkhorn_attention(
         value: ``(batch, heads, M, width)``.
         iterations: number of updates, rows first; 0 and 1 are softmax attention. After an odd
             number the rows sum to one exactly, after an even number the columns to N/M.
-        epsilon: entropic regularisation. Smaller values bring the plan closer to a permutation and
-            need more iterations.
+        epsilon: ε, the entropic regularisation. Smaller values bring the plan closer to a
+            permutation and need more iterations.
         scale: factor on the scores; ``head_dim ** -0.5`` by default.
         query_mask: boolean ``(batch, N)``, True = takes part.
         key_mask: boolean ``(batch, M)``, True = takes part; alone it also masks the queries when

@@ -99,6 +99,9 @@ def calibrate(
         progress: whether to report progress, or a function of (step, steps, loss).
         seed: determines the order of the batches.
 
+    Returns:
+        The errors before and after, and the loss of every step.
+
     Raises:
         ValueError: nothing in this model was converted, or there are no batches.
 

@@ -129,8 +129,20 @@ def revert(model: nn.Module) -> nn.Module:
     Weights keep their current values, whether trained since or not, except that those changed by
     :func:`espformer.calibrate` are restored. The parameters of the mechanisms are lost.
 
+    Returns:
+        The same model.
+
     Raises:
         ValueError: nothing in this model was converted.
+
+    Example:
+        >>> import espformer, torch
+        >>> model = torch.nn.TransformerEncoderLayer(32, 4, dropout=0, batch_first=True)
+        >>> x = torch.randn(2, 5, 32)
+        >>> before = model(x)
+        >>> model = espformer.revert(espformer.convert(model, espformer.nn.ESP()))
+        >>> torch.equal(model(x), before)
+        True
     """
     libraries = _libraries()
     reverted = [

@@ -42,6 +42,18 @@ def export_program(
             dimensions: tokens, embeddings and masks. Images keep their size.
         dynamic_shapes: specifies dynamic sizes in the format of ``torch.export.export``, instead of
             the two options above.
+
+    Returns:
+        The program; ``program.module()`` can be called like the model.
+
+    Example:
+        >>> import espformer, torch
+        >>> model = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        >>> model = espformer.convert(model, espformer.nn.ESP(hard=True)).eval()
+        >>> program = export_program(model, torch.randn(2, 10, 32))
+        >>> x = torch.randn(3, 7, 32)  # another batch size and length
+        >>> torch.allclose(program.module()(x), model(x), atol=1e-5)
+        True
     """
     arguments, named = call_arguments(example_inputs)
     if dynamic_shapes is None:
@@ -71,7 +83,7 @@ def export_onnx(
     Args:
         model, example_inputs, dynamic_batch, dynamic_length, dynamic_shapes: as in
             :func:`export_program`.
-        path: of the file.
+        path: the file to write.
         tolerance: largest accepted difference between the outputs of the file and the model;
             checked if onnxruntime is installed. None skips the check.
 
@@ -80,6 +92,17 @@ def export_onnx(
 
     Raises:
         ValueError: the outputs of the file differ from those of the model.
+
+    Example:
+        >>> import tempfile
+        >>> import espformer, torch
+        >>> model = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        >>> model = espformer.convert(model, espformer.nn.ESP(hard=True)).eval()
+        >>> x = torch.randn(3, 7, 32)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = export_onnx(model, torch.randn(2, 10, 32), f"{folder}/model.onnx")
+        ...     onnx_difference(model, x, path) < 1e-4
+        True
     """
     program = export_program(
         model,
@@ -170,7 +193,12 @@ def _sizes(name: str, x: Any, batch: bool, length: bool) -> dict[int, Any] | Non
 def onnx_difference(model: nn.Module, inputs: Inputs, path: str | Path) -> float:
     """The largest difference between outputs of an ONNX file and of the model, on these inputs.
 
-    The model is evaluated in the form that was exported.
+    The model is evaluated in the form that was exported. :func:`export_onnx` has an example.
+
+    Args:
+        model: the model that was exported.
+        inputs: as the `example_inputs` of :func:`export_program`, of any batch size and length.
+        path: the file.
     """
     import onnxruntime
 

@@ -33,6 +33,25 @@ def load_pretrained(
         mechanism: required if the model was converted with a user-defined mechanism class, which
             the configuration cannot describe.
         options: passed to ``model_class.from_pretrained``.
+
+    Returns:
+        The converted model.
+
+    Raises:
+        ValueError: the directory does not hold a converted model.
+
+    Example:
+        >>> import tempfile
+        >>> import espformer
+        >>> from transformers import AutoModel, BertConfig
+        >>> config = BertConfig(
+        ...     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+        >>> model = espformer.convert(AutoModel.from_config(config), espformer.nn.ESP())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     model.save_pretrained(folder)
+        ...     model = load_pretrained(AutoModel, folder)
+        >>> type(model.encoder.layer[0].attention.self.mechanism).__name__
+        'ESP'
     """
     with _quiet_about_mechanisms():
         model = model_class.from_pretrained(folder, **options)

@@ -30,7 +30,11 @@ class ConversionRow:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """All attention modules of a model in the model's order; ``print`` shows them as a table."""
+    """All attention modules of a model in the model's order; ``print`` shows them as a table.
+
+    Attributes:
+        rows: one for each attention module.
+    """
 
     rows: tuple[ConversionRow, ...]
 

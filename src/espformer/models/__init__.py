@@ -82,7 +82,12 @@ _MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
 
 
 def available_models() -> list[str]:
-    """Names that :func:`build_model` knows."""
+    """Names that :func:`build_model` knows.
+
+    Example:
+        >>> "vit_mnist" in available_models()
+        True
+    """
     return sorted(_MODELS)
 
 

@@ -94,6 +94,19 @@ def harden(model: nn.Module, *, ties: str | None = None) -> list[str]:
     Args:
         model: any module with ESP mechanisms inside.
         ties: "stable" or "average", how to treat equal numbers; unchanged by default.
+
+    Returns:
+        The names of the mechanisms that were changed.
+
+    Example:
+        >>> import torch
+        >>> from espformer.nn import Attention
+        >>> layer = Attention(32, heads=4)
+        >>> harden(layer)
+        ['mechanism']
+        >>> _, matrix = layer(torch.randn(2, 10, 32), return_matrix=True)
+        >>> matrix.sum(-2).allclose(torch.ones(2, 4, 10), atol=1e-5)
+        True
     """
     changed = []
     for name, mechanism in _mechanisms("harden", model):
@@ -105,7 +118,15 @@ def harden(model: nn.Module, *, ties: str | None = None) -> list[str]:
 
 
 def soften(model: nn.Module) -> list[str]:
-    """Undo :func:`harden`: sort softly again, at the current temperatures."""
+    """Undo :func:`harden`: sort softly again, at the current temperatures.
+
+    Example:
+        >>> from espformer.nn import Attention
+        >>> layer = Attention(32, heads=4)
+        >>> _ = harden(layer)
+        >>> soften(layer), layer.mechanism.hard
+        (['mechanism'], False)
+    """
     changed = []
     for name, mechanism in _mechanisms("soften", model):
         mechanism.change(hard=False)
@@ -118,6 +139,14 @@ def set_straight_through(model: nn.Module, share: float) -> list[str]:
 
     The share is in [0, 1]: 0 is the soft forward pass and 1 the hard one. Increase it during
     training to move from one to the other.
+
+    Example:
+        >>> from espformer.nn import Attention
+        >>> layer = Attention(32, heads=4)
+        >>> for epoch in range(10):
+        ...     _ = set_straight_through(layer, epoch / 9)  # then train for an epoch
+        >>> layer.mechanism.straight_through
+        1.0
     """
     changed = []
     for name, mechanism in _mechanisms("set_straight_through", model):

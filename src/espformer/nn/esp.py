@@ -31,8 +31,13 @@ FEW_SLICES = 8
 class ESP(Mechanism):
     r"""Doubly-stochastic attention by Expected Sliced Transport Plans.
 
-    Queries and keys are sorted along each slice and matched rank by rank. The matchings are
-    averaged with weights that favour low costs, see :func:`espformer.esp_attention`.
+    Queries and keys are sorted along each slice and matched rank by rank, which gives a plan
+    :math:`U_l` of cost :math:`D_l`. The plans are averaged with weights that favour low costs:
+
+    .. math:: \mathrm{out} = N \sum_l \mathrm{softmax}(b - \tau D)_l \, U_l V.
+
+    :func:`espformer.esp_attention` has the other formulas. With the default τ = 0 and without
+    learnt slice weights b, this is the plain mean.
 
     The options below are also attributes and can be changed at any time. Temperature, its unit,
     `hard`, `ties` and `straight_through` change while a model is trained, annealed and hardened, so

@@ -39,6 +39,21 @@ class Mechanism(nn.Module):
     Masks are boolean, ``(batch, tokens)``, True = takes part. Without a `query_mask`, the
     `key_mask` also masks the queries if there are as many queries as keys. Rows of masked queries
     are zero.
+
+    To write your own, define two methods. Attention layers, models and ``convert`` then accept it.
+
+    Example:
+        >>> import torch
+        >>> from espformer.nn import Attention, Mechanism
+        >>> class Itself(Mechanism):  # every token attends to itself alone; masks are ignored
+        ...     def forward(self, query, key, value, *, query_mask=None, key_mask=None):
+        ...         return value
+        ...
+        ...     def matrix(self, query, key, *, query_mask=None, key_mask=None):
+        ...         return torch.eye(key.shape[-2]).expand(*query.shape[:-1], -1)
+        >>> layer = Attention(32, heads=4, mechanism=Itself())
+        >>> layer(torch.randn(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
     """
 
     heads: int | None = None
@@ -229,12 +244,17 @@ class Softmax(Mechanism):
 
 
 class Sinkhorn(Mechanism):
-    """Doubly-stochastic attention by Sinkhorn's algorithm, as in Sinkformers.
+    r"""Doubly-stochastic attention by Sinkhorn's algorithm, as in Sinkformers.
+
+    .. math:: \mathrm{out} = \mathrm{diag}(u)\, \exp(Q K^\top \cdot \text{scale} / \varepsilon)\,
+              \mathrm{diag}(w)\, V,
+
+    where u and w are updated in turns, so that rows sum to one, then columns to N/M.
 
     Args:
         iterations: number of updates, rows first; 0 and 1 are softmax attention, see
             :func:`espformer.sinkhorn_attention`.
-        epsilon: entropic regularisation.
+        epsilon: ε, the entropic regularisation.
         scale: factor on the scores; ``head_dim ** -0.5`` by default.
         backend: ``"auto"``, ``"torch"`` or ``"triton"``, see :func:`espformer.sinkhorn_attention`.
 

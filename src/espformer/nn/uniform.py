@@ -9,10 +9,13 @@ __all__ = ["Uniform"]
 
 
 class Uniform(Mechanism):
-    r"""The mean of the values, :math:`\frac1M \mathbf{1}\mathbf{1}^\top V`, for every query.
+    r"""Uniform attention: every query gets the mean of the values.
 
-    It ignores queries and keys, so a task on which it is as accurate as another mechanism does not
-    show what that mechanism is good for. For N = M its matrix is doubly stochastic.
+    .. math:: \mathrm{out}_i = \frac1M \sum_{j=1}^M v_j, \qquad i = 1 \dots N.
+
+    It ignores queries and keys, and has no options and no parameters. It is the control of a
+    comparison: if a model is as accurate with uniform attention as with another mechanism, the task
+    does not show what that mechanism is good for. For N = M its matrix is doubly stochastic.
 
     Example:
         >>> import torch

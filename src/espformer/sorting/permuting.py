@@ -116,6 +116,9 @@ def soft_unsort(
         dim, descending, options: those of :func:`soft_sort`. With a mask, values at surplus ranks
             are ignored, and padding gets zeros.
 
+    Returns:
+        One row for each number of x, in the shape and dtype of `values`.
+
     Example:
         >>> import torch
         >>> from espformer.sorting import soft_unsort
@@ -132,6 +135,10 @@ def soft_permutation(
     x: Tensor, *, dim: int = -1, descending: bool = False, **options: Unpack[SortOptions]
 ) -> Tensor:
     """The N×N matrix A of :func:`soft_sort`, for inspection and small N.
+
+    Args:
+        x: the numbers, of any shape, along `dim`.
+        dim, descending, options: those of :func:`soft_sort`.
 
     Returns:
         The shape of x without `dim`, then ``(N ranks, N tokens)``: ``A @ values`` is

@@ -60,7 +60,12 @@ def ranks(sort: SoftSort) -> Tensor:
 
 
 def spearman(x: Tensor, y: Tensor, *, dim: int = -1, **options: Unpack[SortOptions]) -> Tensor:
-    """Spearman's correlation of soft ranks, differentiable with respect to both arguments.
+    r"""Spearman's correlation of soft ranks, differentiable with respect to both arguments.
+
+    With r and s the soft ranks of x and y (:func:`soft_rank`) and bars for means,
+
+    .. math::  \rho = \sum_i (r_i - \bar r)(s_i - \bar s) \Big/
+               \sqrt{\textstyle\sum_i (r_i - \bar r)^2 \sum_i (s_i - \bar s)^2}.
 
     Args:
         x, y: of shapes that broadcast to each other; ranks are taken along `dim`.
@@ -102,6 +107,9 @@ def spearman_loss(
         dim: the dimension to rank along; the other dimensions are batch dimensions.
         reduction: ``"mean"`` or ``"sum"`` over the batch, or ``"none"``.
         options: those of :func:`soft_sort`.
+
+    Returns:
+        One number, or with ``reduction="none"`` the shape of `prediction` without `dim`.
 
     Example:
         >>> import torch

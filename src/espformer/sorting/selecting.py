@@ -49,6 +49,9 @@ def soft_median(
 
     Arguments are those of :func:`soft_quantile`.
 
+    Returns:
+        The shape of x without `dim`, or with size one there if `keepdim`.
+
     Example:
         >>> import torch
         >>> from espformer.sorting import soft_median
@@ -109,6 +112,9 @@ def soft_topk(
         k: from 1 to N. If fewer than k numbers take part, all get weight one.
         largest: False selects the k smallest.
         dim, options: those of :func:`soft_sort`; ``hard=True`` gives zeros and ones.
+
+    Returns:
+        The weights, in the shape and dtype of x; zero for padding.
 
     Example:
         >>> import torch

@@ -9,7 +9,7 @@ import typer
 def bench(
     suites: Annotated[
         list[str] | None,
-        typer.Argument(help="quick, targets, paper, long or peers; quick by default."),
+        typer.Argument(help="quick, targets, paper, long or peers (see above); quick by default."),
     ] = None,
     device: Annotated[
         str, typer.Option(help="cuda or cpu; auto uses a GPU if there is one.")
@@ -21,28 +21,35 @@ def bench(
         str | None, typer.Option(help="Lengths instead of the suite's, e.g. 512,1024.")
     ] = None,
     heads: Annotated[
-        int | None, typer.Option(min=1, help="Batch × heads instead of the suite's.")
+        int | None,
+        typer.Option(min=1, help="Number of heads times batch size, instead of the suite's."),
     ] = None,
     width: Annotated[
         int | None, typer.Option(min=1, help="Head width instead of the suite's.")
     ] = None,
     operators: Annotated[
-        str | None, typer.Option(help="Run only these, e.g. esp,sinkhorn-3.")
+        str | None, typer.Option(help="Only these attentions, e.g. esp,sinkhorn-3.")
     ] = None,
-    backends: Annotated[str | None, typer.Option(help="Run only these, e.g. triton,flash.")] = None,
+    backends: Annotated[
+        str | None, typer.Option(help="Only these implementations, e.g. triton,flash.")
+    ] = None,
     modes: Annotated[
-        str | None, typer.Option(help="Run only these: forward, forward+backward.")
+        str | None, typer.Option(help="Only these: forward, forward+backward.")
     ] = None,
     shrink: Annotated[
         int, typer.Option(min=1, help="Divide tokens and heads by this, for a quick trial.")
     ] = 1,
-    row_seconds: Annotated[float, typer.Option(help="Time budget per row.")] = 3.0,
+    row_seconds: Annotated[float, typer.Option(help="Seconds for each row.")] = 3.0,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Directory for CSV, markdown and plot.")
     ] = Path("benchmarks/results"),
     save: Annotated[bool, typer.Option("--save/--no-save", help="Write the files.")] = True,
 ) -> None:
     """Time attentions on this machine; rows with wrong results get no time.
+
+    Suites: quick has a few rows at 256 tokens; targets has the sizes at which the GPU kernels have
+    targets for their speed; paper has the paper's runtime figures, 50 to 1,000 tokens; long goes
+    from 4,096 to a million tokens; peers compares all attentions at 1,024 tokens.
 
     The output and the gradients of every row are first compared with float64. Times are medians.
     On a GPU, `milliseconds` is the time of a normal call, and `graph_milliseconds` that of a

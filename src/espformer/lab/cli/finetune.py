@@ -11,7 +11,12 @@ from espformer.lab.cli.reproduce import do_and_report
 
 def finetune(
     model: Annotated[
-        str, typer.Option("--model", "-m", help="Directory of a transformers model, or its name.")
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Directory of a transformers model, or its name on the Hugging Face hub.",
+        ),
     ],
     task: Annotated[str, typer.Option("--task", "-t", help="tweeteval or imdb.")] = "tweeteval",
     attention: Annotated[
@@ -19,13 +24,17 @@ def finetune(
         typer.Option(
             "--attention",
             "-a",
-            help="softmax (the original model), sinkhorn, esp, or LABEL={esp: {balance: both}}; "
-            "may be repeated. By default the first three.",
+            help="softmax (the original model), sinkhorn, esp, uniform, or one with options, "
+            "LABEL={esp: {balance: both}}; may be repeated. By default the first three.",
         ),
     ] = None,
     learning_rate: Annotated[
         list[float] | None,
-        typer.Option("--learning-rate", "-r", help="May be repeated; 1e-4 by default."),
+        typer.Option(
+            "--learning-rate",
+            "-r",
+            help="Peak learning rate; may be repeated to try several. 1e-4 by default.",
+        ),
     ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds, e.g. 0,1,2.")] = "0",
     epochs: Annotated[int, typer.Option(min=1, help="Training epochs.")] = 2,
@@ -36,13 +45,15 @@ def finetune(
     calibrate: Annotated[
         bool,
         typer.Option(
-            "--calibrate", help="First calibrate each attention to the original, without labels."
+            "--calibrate", help="First fit each attention to the original model, without labels."
         ),
     ] = False,
     calibration_steps: Annotated[
         int, typer.Option(min=0, help="Steps of --calibrate, the same for every attention.")
     ] = 200,
-    precision: Annotated[str, typer.Option(help="32-true, bf16-mixed, ...")] = "32-true",
+    precision: Annotated[
+        str, typer.Option(help="Precision as Lightning names it: 32-true, bf16-mixed, ...")
+    ] = "32-true",
     max_length: Annotated[
         int | None,
         typer.Option(
@@ -50,7 +61,13 @@ def finetune(
             help="Truncate texts to this many tokens; by default 128 (tweeteval) or 256 (imdb).",
         ),
     ] = None,
-    data_dir: Annotated[str | None, typer.Option("--data-dir", help="Data directory.")] = None,
+    data_dir: Annotated[
+        str | None,
+        typer.Option(
+            "--data-dir",
+            help="Data directory; by default ESPFORMER_DATA, then the Hugging Face hub.",
+        ),
+    ] = None,
     examples: Annotated[
         int | None,
         typer.Option(min=1, help="Use only this many texts of each split, to try it out."),
@@ -70,7 +87,8 @@ def finetune(
     the score before training (plug and play) shows the effect of the swap alone. Then every
     attention is fine-tuned for the same number of steps. For ESP the sort temperature is annealed,
     and the result is scored soft and with an exact sort. With --calibrate every attention is first
-    fitted to the outputs of the original on training texts, before the score before training.
+    fitted to the outputs of the original model on training texts, without their labels; the score
+    before training is then that of the calibrated model.
 
     Finished runs are kept, and interrupted ones resume. The table goes to OUTPUT/NAME/results.md.
     With --jobs on a GPU, start NVIDIA's MPS first: nvidia-cuda-mps-control -d.
@@ -80,6 +98,8 @@ def finetune(
       espformer finetune -m sentence-transformers/all-MiniLM-L6-v2 --seeds 0,1,2
 
       espformer finetune -m DIR -a softmax -a esp -r 5e-5 -r 2e-4 --jobs 4
+
+      espformer finetune -m DIR -a softmax -a uniform -a esp
 
       espformer finetune -m DIR -a 'hard={esp: {straight_through: true}}'
 

@@ -28,13 +28,14 @@ Overrides = Annotated[
         "mechanism.esp.sort_temperature=0.1 trainer.precision=bf16-mixed",
     ),
 ]
-Output = Annotated[Path, typer.Option("--output", "-o", help="Root directory for runs.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Directory that holds all runs.")]
 RunPath = Annotated[
     Path, typer.Argument(help="Directory of a run, or one of its checkpoint files.")
 ]
 Checkpoint = Annotated[Which, typer.Option("--checkpoint", help="Checkpoint of the run to use.")]
 DataDirectory = Annotated[
-    str | None, typer.Option("--data-dir", help="Data directory; by default that of the training.")
+    str | None,
+    typer.Option("--data-dir", help="Data directory; by default the one used in training."),
 ]
 ShowProgress = Annotated[
     bool | None,
@@ -44,7 +45,12 @@ ShowProgress = Annotated[
 ]
 
 
-Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="Parallel runs; on a GPU use MPS.")]
+Jobs = Annotated[
+    int,
+    typer.Option(
+        "--jobs", "-j", min=1, help="Runs at the same time; on a GPU, start NVIDIA's MPS first."
+    ),
+]
 Save = Annotated[
     Path | None,
     typer.Option(help="Also save the results to this directory, for `espformer results`."),

@@ -40,6 +40,10 @@ def plot(
 ) -> None:
     """Draw a figure of the paper, the curves of a run, or the scores of an experiment.
 
+    Figures: plans shows transport plans between two clouds of tokens; runtime draws times of
+    `espformer bench`; patch-size and softness draw saved results; attention shows the attention
+    maps of trained runs.
+
     Examples:
 
       espformer plot plans --to figures/plans

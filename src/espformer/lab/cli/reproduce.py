@@ -20,11 +20,12 @@ def reproduce(
     experiment: RecipeName,
     overrides: Overrides = None,
     seeds: Annotated[
-        str | None, typer.Option(help="Seeds instead of the recipe's, e.g. 0,1,2.")
+        str | None, typer.Option(help="Seeds instead of those of the recipe, e.g. 0,1,2.")
     ] = None,
     jobs: Jobs = 1,
     only: Annotated[
-        list[str] | None, typer.Option(help="Run only this mechanism or setting; may be repeated.")
+        list[str] | None,
+        typer.Option(help="Run only this row (mechanism) or setting; may be repeated."),
     ] = None,
     dry_run: Annotated[
         bool,
@@ -36,13 +37,13 @@ def reproduce(
     ] = False,
     output: Output = Path("runs"),
 ) -> None:
-    """Execute all runs of an experiment and compare the results with the paper's.
+    """Train all runs of an experiment and print their table beside the paper's numbers.
 
     Finished runs are kept, and interrupted ones resume. Runs are ordered by seed, so that an
     interruption leaves complete comparisons. The table goes to OUTPUT/EXPERIMENT/results.md.
 
-    If you change trainer.epochs, the schedule is rescaled: milestones, warm-up and annealing. Runs
-    of another recipe that these start from keep their own epochs; use start.overrides to change
+    If you change trainer.epochs, milestones, warm-up and annealing are rescaled. Some recipes start
+    from the trained runs of another recipe, which keep their own epochs; start.overrides changes
     them.
 
     With --jobs on a GPU, start NVIDIA's MPS first (nvidia-cuda-mps-control -d). Without it the runs
@@ -110,7 +111,9 @@ def do_and_report(
 
 
 def recipes(
-    name: Annotated[str | None, typer.Argument(help="Print this recipe.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="The recipe to print; without a name, all are listed.")
+    ] = None,
 ) -> None:
     """List the recipes, or print one to copy and edit.
 
