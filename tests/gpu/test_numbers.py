@@ -1,4 +1,6 @@
-"""Sorts and ranks of numbers: rows that one program holds, and longer ones, against float64."""
+"""Sorts and ranks of numbers, and of values with them: rows that one program holds, and longer
+ones, against float64.
+"""
 
 import pytest
 import torch
@@ -23,7 +25,9 @@ def found(name, x, upstream, mask, backend, **options):
 
 def difference(got, want, floor):
     """‖got - want‖ as a share of ‖want‖, or of what a gradient is worth where sums cancel."""
-    return float((got.double() - want).norm() / want.norm().clamp(min=floor))
+    return float(
+        (got.detach().double() - want.detach()).norm() / want.detach().norm().clamp(min=floor)
+    )
 
 
 @pytest.mark.parametrize("name", list(FUNCTIONS))
@@ -81,4 +85,34 @@ def test_two_launches(name, monkeypatch):
     monkeypatch.setattr(Launch, "__call__", lambda *a: (launched.append(a[0]), call(*a))[1])
     x = torch.randn(1, 1000, device="cuda", requires_grad=True)
     FUNCTIONS[name](x, backend="triton").sum().backward()
+    assert len(launched) == 2
+
+
+@pytest.mark.parametrize("function", [sorting.soft_sort, sorting.soft_unsort])
+@pytest.mark.parametrize("width", [1, 3, 8, 16, 17])
+@pytest.mark.parametrize("count", [1, 31, 1000, 1024, 4096, 4097])
+def test_rows_against_float64(function, width, count):
+    torch.manual_seed(count)
+    x = torch.randn(5, count, device="cuda")
+    values, upstream = torch.randn(2, 5, count, width, device="cuda")
+    mask = torch.rand_like(x) < 0.7
+    for numbers, present in ((x, None), (x.mul(8).round() / 8, mask)):
+        results = []
+        for backend, dtype in (("triton", torch.float32), ("linear", torch.float64)):
+            given = numbers, values, torch.full_like(x[:, 0], 0.1)
+            leaves = [y.to(dtype, copy=True).requires_grad_() for y in given]
+            out = function(*leaves[:2], temperature=leaves[2], mask=present, backend=backend)
+            results.append([out, *torch.autograd.grad(out, leaves, upstream.to(dtype))])
+        natural = 0.1 * float(upstream.norm())
+        for y, exact, limit in zip(*results, (1e-5, 2e-5, 1e-5, 1e-4), strict=True):
+            assert difference(y, exact, natural) < limit
+
+
+@pytest.mark.parametrize("function", [sorting.soft_sort, sorting.soft_unsort])
+def test_two_launches_of_rows(function, monkeypatch):
+    launched = []
+    call = Launch.__call__
+    monkeypatch.setattr(Launch, "__call__", lambda *a: (launched.append(a[0]), call(*a))[1])
+    x = torch.randn(1, 1000, device="cuda", requires_grad=True)
+    function(x, torch.randn(1, 1000, 8, device="cuda"), backend="triton").sum().backward()
     assert len(launched) == 2

@@ -154,3 +154,14 @@ def test_one_launch_each():
             x = torch.randn(2, 5, device=DEVICE, requires_grad=True)
             function(x, backend="triton").sum().backward()
             assert launched.call_count == 2 * (launches + 1)
+
+
+@pytest.mark.parametrize("t", [1e-37, float("inf")], ids=["none", "infinite"])
+def test_extreme_temperatures(t):
+    x = torch.randn(2, 9, device=DEVICE, requires_grad=True)
+    ordered, ranks = (f(x, temperature=t, backend="triton") for f in FUNCTIONS.values())
+    hard = x.sort(-1).values, x.argsort(-1).argsort(-1) + 1.0
+    even = x.mean(-1, keepdim=True).expand(2, 9), torch.full_like(x, 5.0)
+    for found, expected in zip((ordered, ranks), hard if t < 1 else even, strict=True):
+        torch.testing.assert_close(found, expected)
+    assert float(torch.autograd.grad(ranks.square().sum(), x)[0].abs().max()) < 1e-20

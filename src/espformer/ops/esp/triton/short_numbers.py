@@ -88,13 +88,80 @@ def times_kappa(u, x, s):
 
 @triton.jit
 def kappa_and_slope(u, x, s):
-    """κu, and ``u · κ'x + x · κ'u``: the gradient of ``uᵀ κ x`` in units of the kernel's width."""
+    """κu, κx, and ``u · κ'x + x · κ'u``: the gradient of ``uᵀ κ x`` in units of the kernel's
+    width.
+    """
     none = tl.zeros_like(s)
-    _, before, _, u_left, x_left = tl.associative_scan((s, u, x, none, none), 0, join_untied)
-    _, behind, _, u_right, x_right = tl.associative_scan(
+    _, u_before, x_before, u_left, x_left = tl.associative_scan(
+        (s, u, x, none, none), 0, join_untied
+    )
+    _, u_behind, x_behind, u_right, x_right = tl.associative_scan(
         (s, u, x, none, none), 0, join_untied, reverse=True
     )
-    return before + behind - u, u * (x_right - x_left) + x * (u_right - u_left)
+    slope = u * (x_right - x_left) + x * (u_right - u_left)
+    return u_before + u_behind - u, x_before + x_behind - x, slope
+
+
+@triton.jit
+def sort_row(
+    numbers_ptr, inv_bandwidth_ptr, mask_ptr, points_ptr, order_ptr, spread_ptr, N,
+    INFINITY: tl.constexpr, LEAST_SIZE: tl.constexpr, LEAST_SHARE: tl.constexpr,
+    BLOCK: tl.constexpr, VECTOR: tl.constexpr, VECTORS: tl.constexpr, DIMS: tl.constexpr,
+    HELD: tl.constexpr,
+):  # fmt: skip
+    """Sorts the row of this program, and stores its points, tokens and spread.
+
+    Returns how many numbers take part, and by rank tokens, numbers, which are zero at padding, and
+    points in units of the kernel's width, to the base 2.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    at = row * N + n
+    inside = n < N
+    present = inside
+    if mask_ptr is not None:
+        present = tl.load(mask_ptr + at, mask=inside, other=0) != 0
+    length = tl.sum(present.to(tl.int32), 0)
+    numbers = tl.load(numbers_ptr + at, mask=present, other=0.0)
+    word = make_words(sortable(numbers, present, 32), n, 32)
+    bad = any_infinite(word, 32, INFINITY)
+    word = sort_words(word, BLOCK, VECTOR, VECTORS, DIMS, HELD)
+    token = word_index(word, 32)
+    points = decode_points(repeat_last(word, n, length), bad, length, 1.0, 32, tl.float32)
+    x = tl.where(n < length, points, 0.0)
+    if spread_ptr is not None:
+        spread = row_spread(points, n, length, LEAST_SIZE, LEAST_SHARE)
+        tl.store(spread_ptr + row, spread)
+        points /= spread
+    tl.store(order_ptr + at, token, mask=inside)
+    tl.store(points_ptr + at, points, mask=inside)
+    rate = tl.load(inv_bandwidth_ptr + row) * LOG2E
+    return length, token, x, rounded_product(from_middle(points, n, length), rate)
+
+
+@triton.jit
+def one_over(x, here):
+    """1 / x, and zero where nothing is."""
+    return tl.where(here, 1.0 / tl.where(here, x, 1.0), 0.0)
+
+
+@triton.jit
+def number_gradients(slope, points, here, inv_bandwidth, row, spread_ptr, d_inv_bandwidth_ptr):
+    """Gradients of the numbers, by rank, from those of their points in units of the kernel's width;
+    stores that of the bandwidth.
+    """
+    slope *= inv_bandwidth
+    count = tl.maximum(tl.sum(here.to(tl.int32), 0), 1)
+    mean = tl.sum(tl.where(here, points, 0.0), 0) / count
+    centred = tl.where(here, points - mean, 0.0)
+    stretch = tl.sum(slope * centred, 0)
+    if d_inv_bandwidth_ptr is not None:
+        tl.store(d_inv_bandwidth_ptr + row, stretch / inv_bandwidth)
+    if spread_ptr is not None:  # divided by it, points have a spread of one, or nearly none
+        spreads = tl.sum(centred * centred, 0) > 0.5 * count
+        slope -= tl.where(spreads, stretch / count, 0.0) * centred
+        slope /= tl.load(spread_ptr + row)
+    return slope
 
 
 @triton.jit
@@ -121,44 +188,26 @@ def short_numbers_kernel(
     HELD: tl.constexpr,
 ):  # fmt: skip
     """Sorts or ranks one row softly, and keeps what its gradients need."""
-    row = tl.program_id(0).to(tl.int64)
-    at = row * N
+    length, token, x, s = sort_row(
+        numbers_ptr, inv_bandwidth_ptr, mask_ptr, points_ptr, order_ptr, spread_ptr, N,
+        INFINITY, LEAST_SIZE, LEAST_SHARE, BLOCK, VECTOR, VECTORS, DIMS, HELD,
+    )  # fmt: skip
     n = tl.arange(0, BLOCK)
-    inside = n < N
-    present = inside
-    if mask_ptr is not None:
-        present = tl.load(mask_ptr + at + n, mask=inside, other=0) != 0
-    length = tl.sum(present.to(tl.int32), 0)
-    numbers = tl.load(numbers_ptr + at + n, mask=present, other=0.0)
-    word = make_words(sortable(numbers, present, 32), n, 32)
-    bad = any_infinite(word, 32, INFINITY)
-    word = sort_words(word, BLOCK, VECTOR, VECTORS, DIMS, HELD)
-    token = word_index(word, 32)
-    points = decode_points(repeat_last(word, n, length), bad, length, 1.0, 32, tl.float32)
-    x = tl.where(n < length, points, 0.0)
-    if spread_ptr is not None:
-        spread = row_spread(points, n, length, LEAST_SIZE, LEAST_SHARE)
-        tl.store(spread_ptr + row, spread)
-        points /= spread
-    tl.store(order_ptr + at + n, token, mask=inside)
-    tl.store(points_ptr + at + n, points, mask=inside)
-    here = n < length
-    ones = tl.where(here, 1.0, 0.0)
-    rate = tl.load(inv_bandwidth_ptr + row) * LOG2E
-    s = rounded_product(from_middle(points, n, length), rate)
-    weights, sums = times_kappa(ones, x, s)
-    z = tl.where(here, 1.0 / tl.where(here, weights, 1.0), 0.0)
-    tl.store(z_ptr + at + n, z, mask=inside)
+    row = tl.program_id(0).to(tl.int64) * N
+    inside, here = n < N, n < length
+    weights, sums = times_kappa(tl.where(here, 1.0, 0.0), x, s)
+    z = one_over(weights, here)
+    tl.store(z_ptr + row + n, z, mask=inside)
     if expected_ptr is None:
-        tl.store(out_ptr + at + n, tl.where(here, sums * z, 0.0), mask=inside)
+        tl.store(out_ptr + row + n, tl.where(here, sums * z, 0.0), mask=inside)
     else:
         centred, middle, scale = centred_ranks(n, length)
         sums, moments = times_kappa(z, z * centred, s)
         expected = moments / tl.where(here, sums, 1.0)
-        tl.store(expected_ptr + at + n, expected, mask=inside)
+        tl.store(expected_ptr + row + n, expected, mask=inside)
         ranks = tl.where(here, expected * scale + middle, 0.0)
-        tl.store(out_ptr + at + token, ranks, mask=inside)
-    tl.store(sums_ptr + at + n, sums, mask=inside)
+        tl.store(out_ptr + row + token, ranks, mask=inside)
+    tl.store(sums_ptr + row + n, sums, mask=inside)
 
 
 @triton.jit
@@ -194,30 +243,22 @@ def short_numbers_grad_kernel(
     if expected_ptr is None:
         p = tl.load(upstream_ptr + at + n, mask=here, other=0.0) * z
         x = tl.load(numbers_ptr + at + token, mask=here, other=0.0)
-        direct, slope = kappa_and_slope(p, x, s)
+        direct, _, slope = kappa_and_slope(p, x, s)
         scaled_dz = p * sums * z
     else:
         centred, _, scale = centred_ranks(n, length)
         expected = tl.load(expected_ptr + at + n, mask=here, other=0.0)
         a = tl.load(upstream_ptr + at + token, mask=here, other=0.0) * scale / sums
-        of_moments, slope = kappa_and_slope(a, z * centred, s)
-        of_sums, more = kappa_and_slope(-a * expected, z, s)
+        of_moments, _, slope = kappa_and_slope(a, z * centred, s)
+        of_sums, _, more = kappa_and_slope(-a * expected, z, s)
         slope += more
         scaled_dz = (centred * of_moments + of_sums) * z * z
         direct = tl.zeros_like(s)
     # Of z = 1 / κ1 with the gradient dz it is the slope of -(z² dz)ᵀ κ1.
-    _, more = kappa_and_slope(-scaled_dz, tl.where(here, 1.0, 0.0), s)
-    slope = (slope + more) * inv_bandwidth
-    count = tl.maximum(length, 1)
-    mean = tl.sum(tl.where(here, points, 0.0), 0) / count
-    centred = tl.where(here, points - mean, 0.0)
-    stretch = tl.sum(slope * centred, 0)
-    if d_inv_bandwidth_ptr is not None:
-        tl.store(d_inv_bandwidth_ptr + row, stretch / inv_bandwidth)
-    if spread_ptr is not None:
-        spreads = tl.sum(centred * centred, 0) > 0.5 * count
-        slope -= tl.where(spreads, stretch / count, 0.0) * centred
-        slope /= tl.load(spread_ptr + row)
+    _, _, more = kappa_and_slope(-scaled_dz, tl.where(here, 1.0, 0.0), s)
+    slope = number_gradients(
+        slope + more, points, here, inv_bandwidth, row, spread_ptr, d_inv_bandwidth_ptr
+    )
     tl.store(d_numbers_ptr + at + token, slope + direct, mask=inside)
 
 
