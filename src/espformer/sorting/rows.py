@@ -128,7 +128,9 @@ class SoftSort:
         rows = rows.to(self.numbers.dtype)
         with without_autocast(rows.device):
             kernels = pick_backend(self.name, self.backend, self.numbers, rows)
-            if not hasattr(kernels, "mix"):
+            if not hasattr(kernels, "mix") or not kernels.takes_rows(
+                self.numbers, rows, self.options
+            ):
                 return self._attend(rows, "key" if back else "query")
             return straight_through(
                 self.options,

@@ -32,7 +32,10 @@ from espformer.ops.esp.triton.points import back_project_kernel, pack_kernel, po
 from espformer.ops.esp.triton.points import project_kernel, rank_kernel, spread_kernel
 from espformer.ops.esp.triton.points import unpack_kernel
 from espformer.ops.esp.triton.short_columns import short_column_kernel
+from espformer.ops.esp.triton.short_numbers import block_config, sort_block_config
+from espformer.ops.esp.triton.short_numbers import short_numbers_grad_kernel, short_numbers_kernel
 from espformer.ops.esp.triton.short_plan import short_apply_kernel
+from espformer.ops.esp.triton.short_rows import short_rows_grad_kernel, short_rows_kernel
 from espformer.ops.esp.triton.soft_plan import apply_kernel, cross_kernel
 from espformer.ops.esp.triton.sort import merge_runs_kernel, sort_config, sort_runs_kernel
 from espformer.ops.esp.triton.states import REGISTERS, link_kernel, scan_kernel, state_table
@@ -191,6 +194,22 @@ for width, lanes, rows in ((8, 8, "*bf16"), (0, 16, "*fp16")):
     build(short_apply_kernel, short | scales | only, warps=1, **types)
 least = dict(LEAST_SIZE=1e-28, LEAST_SHARE=1e-6)
 build(spread_kernel, least | dict(BLOCK=4096), warps=8)
+for count in (1000, 4096):
+    block, sort = block_config(count), sort_block_config(count)
+    warps = block.pop("num_warps"), sort.pop("num_warps")
+    sort |= least | dict(INFINITY=0x7F800000)
+    some = dict(mask_ptr=None, expected_ptr=None, spread_ptr=None, d_inv_bandwidth_ptr=None)
+    build(short_numbers_kernel, sort, warps[1], mask_ptr="*u8")
+    build(short_numbers_kernel, sort | some, warps[1], aligned=True)
+    build(short_numbers_grad_kernel, block | dict(numbers_ptr=None), warps[0])
+    build(short_numbers_grad_kernel, block | some, warps[0], aligned=True)
+    for none in ({}, some):
+        back = none | dict(BACK=none is some)
+        build(short_rows_kernel, sort | back, warps[1], mask_ptr="*u8")
+        rows = build(short_rows_grad_kernel, block | back, warps[0])
+        if rows:  # the slope, and the gradient of z
+            carried = rows.asm["ttir"].split("scf.for")[1].split("->")[1].split("{")[0]
+            assert carried.count("tensor<") == 2, carried
 for projected in (False, True):
     grad = dict(TOKENS_FIRST=not projected, BLOCK=256)
     grad |= dict(lengths_ptr=None) if projected else dict(spread_ptr=None)
@@ -268,17 +287,17 @@ def compiled(*arguments: str, environment: Mapping[str, str] = os.environ) -> li
 
 
 def test_every_kernel_compiles_for_hopper() -> None:
-    assert len(compiled()) == 32
+    assert len(compiled()) == 36
 
 
 @pytest.mark.slow
 def test_every_variant_compiles_for_hopper() -> None:
-    assert len(compiled("every variant")) == 181
+    assert len(compiled("every variant")) == 197
 
 
 @pytest.mark.slow
 def test_every_variant_compiles_with_the_oldest_triton(oldest_triton) -> None:
-    assert len(compiled("every variant", environment=oldest_triton)) == 181
+    assert len(compiled("every variant", environment=oldest_triton)) == 197
 
 
 def test_no_function_of_a_kernel_returns_a_pointer_that_may_be_none() -> None:

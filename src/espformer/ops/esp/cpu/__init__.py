@@ -106,6 +106,11 @@ def plan(problem: Problem) -> Tensor:
     return attend(problem, eye.expand(key.shape[0], -1, -1))
 
 
+def takes_rows(numbers: Tensor, rows: Tensor, options: ESPOptions) -> bool:
+    """Whether `mix` knows these options: it knows all, and takes all rows."""
+    return True
+
+
 def mix(
     numbers: Tensor, value: Tensor, mask: Tensor | None, options: ESPOptions, unit: str,
     *, back: bool,

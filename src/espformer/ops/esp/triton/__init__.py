@@ -12,8 +12,9 @@ from espformer.ops.esp.problem import LEAST_TEMPERATURE, MOST_TEMPERATURE, near_
 from espformer.ops.esp.triton.attention import MOST_BLOCKS, attend, plan
 from espformer.ops.esp.triton.numbers import rank_numbers, sort_numbers
 from espformer.ops.esp.triton.points import blocks_of_tokens
+from espformer.ops.esp.triton.short_rows import fits, mix_rows
 
-__all__ = ["attend", "mix_numbers", "plan", "takes_numbers"]
+__all__ = ["attend", "mix", "mix_numbers", "plan", "takes_numbers", "takes_rows"]
 
 
 def takes_numbers(numbers: Tensor, options: ESPOptions) -> bool:
@@ -28,6 +29,22 @@ def takes_numbers(numbers: Tensor, options: ESPOptions) -> bool:
     )
 
 
+def takes_rows(numbers: Tensor, rows: Tensor, options: ESPOptions) -> bool:
+    """Whether `mix` knows these options, and numbers and rows of this dtype and these shapes."""
+    return (
+        takes_numbers(numbers, options) and not options.straight_through and fits(tuple(rows.shape))
+    )
+
+
+def mix(
+    numbers: Tensor, rows: Tensor, mask: Tensor | None, options: ESPOptions, unit: str,
+    *, back: bool,
+) -> Tensor:  # fmt: skip
+    """``A V``, or ``Aᵀ V`` if `back`, with A the soft sort of numbers (batch, N): (batch, N, d)."""
+    numbers, inv_bandwidth, _ = _in_units(numbers, options, unit)
+    return cast(Tensor, mix_rows(numbers, rows, inv_bandwidth, mask, unit == "spread", back))
+
+
 def mix_numbers(
     numbers: Tensor, mask: Tensor | None, options: ESPOptions, unit: str, *, ranks: bool
 ) -> Tensor:
@@ -35,16 +52,22 @@ def mix_numbers(
 
     Ranks are ``Σ_n n A[n, i] / Σ_n A[n, i]``, counted from one; those of padding are zero.
     """
+    numbers, inv_bandwidth, factor = _in_units(numbers, options, unit)
+    operator = rank_numbers if ranks else sort_numbers
+    out: Tensor = operator(numbers, inv_bandwidth, mask, unit == "spread")
+    return out if ranks or factor is None else out / factor
+
+
+def _in_units(
+    numbers: Tensor, options: ESPOptions, unit: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Numbers, times a factor if one is returned, and their inverse bandwidths, (batch,)."""
     t, batch = options.sort_temperature, numbers.shape[0]
     least, most = LEAST_TEMPERATURE["absolute"], MOST_TEMPERATURE
-    operator = rank_numbers if ranks else sort_numbers
-    in_spreads = unit == "spread"
-    if in_spreads and not (isinstance(t, Tensor) or torch.compiler.is_compiling()):
-        inv_bandwidth = numbers.new_full((batch,), 1 / min(max(t, least), most))
-        return cast(Tensor, operator(numbers, inv_bandwidth, mask, in_spreads))
-    factor = numbers.new_ones(batch, 1)
-    if not in_spreads:  # beyond float32 neither a width nor its inverse would be a number
-        numbers, factor = near_one(numbers)
-    inv_bandwidth = 1 / (factor.squeeze(-1) * t).clamp(least, most)
-    out: Tensor = operator(numbers, inv_bandwidth, mask, in_spreads)
-    return out if ranks or in_spreads else out / factor
+    if unit == "spread":
+        if isinstance(t, Tensor) or torch.compiler.is_compiling():
+            return numbers, 1 / (numbers.new_ones(batch) * t).clamp(least, most), None
+        return numbers, numbers.new_full((batch,), 1 / min(max(t, least), most)), None
+    # Beyond float32 neither a width nor its inverse would be a number.
+    numbers, factor = near_one(numbers)
+    return numbers, 1 / (factor.squeeze(-1) * t).clamp(least, most), factor

@@ -11,7 +11,8 @@ and the expected rank of the number at rank i, with c the ranks, centred and sca
     r = κ(z c) / κz.
 
 Everything is a product of κ with one column. So a call takes a handful of launches, where attention
-between numbers and ranks takes some forty.
+between numbers and ranks takes some forty. For rows of up to 4,096 numbers, forward and backward
+are one launch each (`short_numbers.py`).
 
 As torch operators, with their fake and autograd rules: ``espformer::sort_numbers`` and
 ``espformer::rank_numbers``, in the absolute metric.
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from espformer.ops.common.operators import operator, refuse_double_backward
+from espformer.ops.esp.triton import short_numbers
 from espformer.ops.esp.triton.normalise import (
     bandwidth_gradient,
     columns,
@@ -85,6 +87,8 @@ def sort_numbers(
 
     Also returns what the backward pass needs: points, tokens and spreads, z, and κx.
     """
+    if short_numbers.fits(numbers.shape):
+        return short_numbers.mix(numbers, inv_bandwidth, mask, in_spreads, ranks=False)
     points, order, spread, z = _sort(numbers, inv_bandwidth, mask, in_spreads)
     x = numbers.unsqueeze(1).gather(-1, order.long())
     sums = _times_kernel(x, points, inv_bandwidth)
@@ -105,6 +109,11 @@ def sort_numbers_backward(
     Of ``gᵀ (z · κx)``, with ``p = z g``: κp for x, the slope of ``pᵀ κ x`` for the points, and that
     of z, whose upstream is ``g · κx``.
     """
+    if short_numbers.fits(numbers.shape):
+        return short_numbers.gradients(
+            upstream, numbers, points, order, spread, z, sums, None, inv_bandwidth,
+            with_inv_bandwidth,
+        )  # fmt: skip
     tokens = order.long()
     p = upstream.unsqueeze(1) * z
     x = numbers.unsqueeze(1).gather(-1, tokens)
@@ -143,6 +152,8 @@ def rank_numbers(
     Also returns what the backward pass needs: points, tokens and spreads, z, κz, and the centred
     expected ranks by rank.
     """
+    if short_numbers.fits(numbers.shape):
+        return short_numbers.mix(numbers, inv_bandwidth, mask, in_spreads, ranks=True)
     points, order, spread, z = _sort(numbers, inv_bandwidth, mask, in_spreads)
     centred, middle, scale = _centred_ranks(z, mask)
     mass = _times_kernel(z, points, inv_bandwidth)
@@ -171,6 +182,11 @@ def rank_numbers_backward(
     Of ``gᵀ r`` with ``r = κ(z c) / κz``: with ``a = g / κz`` and ``b = -a r`` those of
     ``aᵀ κ (z c) + bᵀ κ z``.
     """
+    if short_numbers.fits(upstream.shape):
+        return short_numbers.gradients(
+            upstream, None, points, order, spread, z, mass, expected, inv_bandwidth,
+            with_inv_bandwidth,
+        )  # fmt: skip
     centred, _, scale = _centred_ranks(z, mask)
     a = upstream.unsqueeze(1).gather(-1, order.long()) * scale / mass
     if mask is not None:

@@ -145,6 +145,25 @@ def spread_of(variance, size, LEAST_SHARE: tl.constexpr):
     return size * tl.where(variance > LEAST_SHARE * LEAST_SHARE, tl.sqrt(variance), 1.0)
 
 
+@triton.jit
+def repeat_last(word, n, length):
+    """Sorted words whose padding, all but the first `length`, repeats the last real one."""
+    last = tl.maximum(length - 1, 0)
+    end = tl.max(tl.where(n == last, word, -last_word(word.dtype)), 0)
+    return tl.where(n < last, word, end)
+
+
+@triton.jit
+def row_spread(x, n, length, LEAST_SIZE: tl.constexpr, LEAST_SHARE: tl.constexpr):
+    """The spread of the first `length` points of a row."""
+    here = n < length
+    count = tl.maximum(length, 1)
+    size = tl.maximum(tl.max(tl.where(here, tl.abs(x), 0.0), 0), LEAST_SIZE)
+    share = tl.where(here, x / size, 0.0)
+    centred = tl.where(here, share - tl.sum(share, 0) / count, 0.0)
+    return spread_of(tl.sum(centred * centred, 0) / count, size, LEAST_SHARE)
+
+
 @triton.jit(do_not_specialize=("L", "HEADS"))
 def rank_kernel(
     bits_ptr,  # (B, L, BLOCK): halves of words
@@ -170,17 +189,10 @@ def rank_kernel(
     length = N
     if MASKED:
         length = tl.load(lengths_ptr + pair // L % HEADS)
-        last = tl.maximum(length - 1, 0)
-        end = tl.max(tl.where(n == last, word, -last_word(word.dtype)), 0)
-        word = tl.where(n < last, word, end)
+        word = repeat_last(word, n, length)
     x = decode_points(word, bad, length, scale, BITS, POINT)
     if spread_ptr is not None:
-        here = n < length
-        count = tl.maximum(length, 1)
-        size = tl.maximum(tl.max(tl.where(here, tl.abs(x), 0.0), 0), LEAST_SIZE)
-        share = tl.where(here, x / size, 0.0)
-        centred = tl.where(here, share - tl.sum(share, 0) / count, 0.0)
-        spread = spread_of(tl.sum(centred * centred, 0) / count, size, LEAST_SHARE)
+        spread = row_spread(x, n, length, LEAST_SIZE, LEAST_SHARE)
         tl.store(spread_ptr + pair, spread)
         x /= spread
     tl.store(points_ptr + pair * N + n, x, mask=n < N)
