@@ -481,7 +481,7 @@ def test_the_first_page_puts_our_gap_beside_the_papers():
     assert "IMDb, sentiment of film reviews (3);" in text
     assert "our defaults instead" not in text, "no run of our defaults"
     (row,) = [line for line in lines if "), 2000 images |" in line]
-    assert row.endswith("| 3 | 69.27 (57.25) | – (67.34) | – (69.56) | 70.13 (71.49) | – | – |")
+    assert row.endswith("| 3 | – | 69.27 (57.25) | – (67.34) | – (69.56) | 70.13 (71.49) | – | – |")
     assert "single pair" not in text
     assert "are not decided (?), 1 of them because they have a single pair of runs" in " ".join(
         first_page([(recipe, made[:2])])

@@ -46,10 +46,12 @@ were run here, if it prints numbers; ours has a 95 % interval. How a claim is ju
 the paper's, as their sections say: there, "the paper's settings" are those of its attention alone.
 """
 
-# Rows of recipes of the paper that the first table has, and what their columns are called.
+# Rows of recipes of the paper that the first table has, and what their columns are called. The
+# paper has neither uniform attention nor our defaults.
 _COLUMNS = {
-    "transformer": "softmax", "difftransformer": "differential", "sinkformer": "Sinkhorn",
-    "espformer": "ESP, the paper's settings", "espformer-default": "ESP, our defaults",
+    "uniform": "uniform", "transformer": "softmax", "difftransformer": "differential",
+    "sinkformer": "Sinkhorn", "espformer": "ESP, the paper's settings",
+    "espformer-default": "ESP, our defaults",
 }  # fmt: skip
 
 _RULES = """\
@@ -191,7 +193,7 @@ def _scores(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
     shown = [
         (recipe, results)
         for recipe, results in _of_the_paper(every)
-        if results and {*_COLUMNS} - {"espformer-default"} <= {*recipe.mechanisms}
+        if results and {*_COLUMNS} - {"espformer-default", "uniform"} <= {*recipe.mechanisms}
     ]
     short = Counter(recipe.title.split(",")[0] for recipe, _ in shown)
     rows, most = [], 0
@@ -222,6 +224,8 @@ def _scores(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
     text = (
         "Mean scores over seeds, in brackets what the paper prints. Many of our runs are shorter "
         "than the paper's or have less data, as their sections say, so compare numbers of a row. "
+        "Uniform attention is the mean of all tokens: where it is as accurate as the others, the "
+        "experiment does not need attention. "
         f"The last column is the best of up to {most} variants of ESP, chosen by the very score "
         "that is shown, so it flatters."
     )

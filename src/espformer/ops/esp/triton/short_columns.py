@@ -23,7 +23,7 @@ from espformer.ops.esp.triton.short_plan import (
     times_kappa,
 )
 
-LEAST_PAIRS = 4096  # (head, slice) pairs; with fewer, four warps for each are faster
+LEAST_PAIRS = 1024  # (head, slice) pairs; with fewer, four warps for each may be faster
 
 
 @triton.jit(do_not_specialize=("N", "L", "HEADS"))

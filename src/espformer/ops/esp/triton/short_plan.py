@@ -61,9 +61,9 @@ from espformer.ops.esp.triton.primitives import (
 if TYPE_CHECKING:
     from espformer.ops.esp.triton.soft_plan import Plan, PlanGradients
 
-MOST_WIDTH = 16
+WIDTHS = (4, 8, 16)
 MOST_RANKS = 256
-LEAST_PAIRS = 4096  # (head, slice) pairs; with fewer the GPU would be idle
+LEAST_PAIRS = 1024  # (head, slice) pairs; with fewer the GPU would be idle
 LANES = 32
 # Ranks of a group, R, that kernels are compiled for: few, since each takes ten seconds. Seven are
 # for the 197 tokens of a ViT.
@@ -458,13 +458,15 @@ def fits(
     """Whether to hold sequences in registers: for narrow 16-bit rows, short and many slices, and
     one real pole.
 
-    The shape is that of points, (batch, slices, ranks). Errors of single steps add up, which would
-    matter for float32 rows. The gradient of the temperature and deterministic sums use chunks.
+    The shape is that of points, (batch, slices, ranks). With a power of two of columns a lane loads
+    whole rows, and rows are exchanged without shared memory. Errors of single steps add up, which
+    would matter for float32 rows. The gradient of the temperature and deterministic sums use
+    chunks.
     """
     batch, slices, ranks = shape
     return (
         metric == "absolute"
-        and width <= MOST_WIDTH
+        and width in WIDTHS
         and ranks <= MOST_RANKS
         and dtype.itemsize == 2
         and batch * slices >= LEAST_PAIRS

@@ -546,7 +546,7 @@ Kernels = PlanKernels | NarrowPlanKernels | ShortPlanKernels
 @once
 def _grouped(
     shape: Shape, width: int, dtype: torch.dtype, metric: str, backward: bool,
-    with_inv_bandwidth: bool, deterministic: bool, scratch: int,
+    with_inv_bandwidth: bool, plain: bool, deterministic: bool, scratch: int,
 ) -> tuple[type[Kernels], list[Group | None]]:  # fmt: skip
     """Which kernels apply plans of (batch, slices, ranks), and to which parts of them at once.
 
@@ -554,7 +554,8 @@ def _grouped(
     """
     batch, slices, ranks = shape
     kind: type[Kernels] = PlanKernels
-    if short_plan.fits(shape, width, dtype, metric, with_inv_bandwidth):
+    # Other than plain plans have been computed in registers by Triton's interpreter alone.
+    if plain and short_plan.fits(shape, width, dtype, metric, with_inv_bandwidth):
         kind, pairs = ShortPlanKernels, batch * slices  # there is no scratch memory
     elif narrow_plan.fits(shape, width, dtype, metric, with_inv_bandwidth):
         kind, pairs = NarrowPlanKernels, narrow_plan.pairs_at_once(ranks, width, dtype, backward)
@@ -572,21 +573,30 @@ def _grouped(
 
 
 def _grouping(
-    x: Tensor, shape: Shape, metric: str, backward: bool, with_inv_bandwidth: bool = False
-) -> tuple[type[Kernels], list[Group | None]]:
-    """:func:`_grouped` for rows x; `with_inv_bandwidth` says that its gradient is asked for."""
+    x: Tensor, shape: Shape, metric: str, backward: bool, with_inv_bandwidth: bool = False,
+    plain: bool = True,
+) -> tuple[type[Kernels], list[Group | None]]:  # fmt: skip
+    """:func:`_grouped` for rows x.
+
+    `with_inv_bandwidth` says that its gradient is asked for, `plain` that plans have no scales of
+    keys and queries, and that slices are not weighed by costs.
+    """
     deterministic = torch.are_deterministic_algorithms_enabled()
     return _grouped(
-        shape, x.shape[-1], x.dtype, metric, backward, with_inv_bandwidth, deterministic,
+        shape, x.shape[-1], x.dtype, metric, backward, with_inv_bandwidth, plain, deterministic,
         SCRATCH_BYTES[metric],
     )  # fmt: skip
 
 
 def _groups(
-    x: Tensor, plan: Plan, backward: bool = False, with_inv_bandwidth: bool = False
-) -> Iterator[tuple[Group | None, Kernels]]:
+    x: Tensor, plan: Plan, backward: bool = False, with_inv_bandwidth: bool = False,
+    costs: bool = False,
+) -> Iterator[tuple[Group | None, Kernels]]:  # fmt: skip
     """Parts of (batch, slices) whose scratch fits, and their kernels."""
-    kind, groups = _grouping(x, plan.key_points.shape, plan.metric, backward, with_inv_bandwidth)
+    plain = plan.key_scale is None and not costs
+    kind, groups = _grouping(
+        x, plan.key_points.shape, plan.metric, backward, with_inv_bandwidth, plain
+    )
     for group in groups:
         yield group, kind(plan.part(group), x.dtype)
 
@@ -641,7 +651,7 @@ def keeps_states(value: Tensor, shape: Shape, metric: str) -> bool:
 def cross_plans(query: Tensor, key: Tensor, plan: Plan) -> Tensor:
     """``Σ_i q_i · (A_lᵀ B_l K)_i``: (batch, L)."""
     totals = plan.query_points.new_empty(plan.query_points.shape[:2])
-    for group, kernels in _groups(key, plan):
+    for group, kernels in _groups(key, plan, costs=True):
         out = totals if group is None else totals[group]
         kernels.cross(_heads(query, group), _heads(key, group), out)
     return totals
@@ -658,7 +668,8 @@ def plan_gradients(
     weight exclude each other.
     """
     slices = weight.shape[1]
-    for group, kernels in _groups(value, plan, True, found.inv_bandwidth is not None):
+    costs = found.weight is not None or d_upstream is not None
+    for group, kernels in _groups(value, plan, True, found.inv_bandwidth is not None, costs):
         rows = _room(d_value, group, slices)
         upstream_rows = None if d_upstream is None else _room(d_upstream, group, slices)
         kernels.grad(
