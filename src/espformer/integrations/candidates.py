@@ -7,7 +7,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from espformer.nn import Differential, Mechanism
+from espformer.nn import Mechanism
 
 __all__ = [
     "ASSUMED_CAUSAL",
@@ -91,11 +91,10 @@ def bind(candidate: Candidate, mechanism: Mechanism, depth: int) -> Mechanism:
 
 
 def give_scale(mechanism: Mechanism, scale: float | None) -> None:
-    """Give a mechanism without a scale the scale of a module."""
-    while isinstance(mechanism, Differential):
-        mechanism = mechanism.base
-    if scale is not None and getattr(mechanism, "scale", 0.0) is None:
-        mechanism.scale = scale  # type: ignore[assignment]
+    """Give the scale of a module to all parts of a mechanism that have none."""
+    for part in mechanism.modules():
+        if scale is not None and isinstance(part, Mechanism) and getattr(part, "scale", 0) is None:
+            part.scale = scale  # type: ignore[assignment]
 
 
 def unusual_scale(scale: float | None, head_dim: int) -> float | None:
