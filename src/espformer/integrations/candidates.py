@@ -53,13 +53,14 @@ class Candidate:
         name: its name in the model.
         module: the module.
         heads: number of heads, None if unknown.
-        head_dim: width of a head.
+        head_dim: width of a head's queries and keys.
         cross: whether queries and keys come from different tokens; None where only a call shows.
         unclear: whether it is called with two expressions, which may or may not be the same tokens.
         given: what `cross` the user gave to convert.
         refusal: why it cannot be converted, None if it can.
         scale: the factor on the scores, None if it is ``head_dim ** -0.5``.
         convert: puts a bound mechanism in place.
+        value_dim: width of a head's values, None if it is head_dim.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Candidate:
     refusal: str | None = None
     scale: float | None = None
     convert: Callable[["Candidate", Mechanism], None] | None = None
+    value_dim: int | None = None
 
     @property
     def kind(self) -> str:
@@ -82,7 +84,9 @@ class Candidate:
 def bind(candidate: Candidate, mechanism: Mechanism, depth: int) -> Mechanism:
     """A copy of the mechanism with the sizes, the scale, the device and the mode of a module."""
     assert candidate.heads is not None
-    bound = mechanism.bind(candidate.heads, candidate.head_dim, depth=depth)
+    bound = mechanism.bind(
+        candidate.heads, candidate.head_dim, value_dim=candidate.value_dim, depth=depth
+    )
     give_scale(bound, candidate.scale)
     weight = next((p for p in candidate.module.parameters()), None)
     if weight is not None:
