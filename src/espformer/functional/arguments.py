@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from espformer.ops.common.masks import resolve_masks, zero_padding
-from espformer.ops.common.torch_internals import is_transformed
+from espformer.ops.common.torch_internals import can_read, is_transformed
 from espformer.ops.esp.options import OPTIONS, ESPOptions, Options
 from espformer.ops.esp.problem import Problem
 
@@ -160,8 +160,7 @@ def flat_temperature(
     if not isinstance(t, Tensor):
         return float(t)
     # Values on a GPU are not checked: reading them would synchronise the device.
-    looked_at = t.device.type == "cpu" and not (torch.compiler.is_compiling() or is_transformed())
-    if looked_at and not bool((t > 0).all()):
+    if t.device.type == "cpu" and can_read(t) and not bool((t > 0).all()):
         raise ValueError(
             f"{name}: {argument} must be > 0 everywhere, got {t} (for hard sorting pass hard=True)"
         )

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
-import torch
 from torch import Tensor, nn
 
 from espformer.nn import Mechanism
+from espformer.ops.common.torch_internals import can_read
 
 __all__ = [
     "ASSUMED_CAUSAL",
@@ -119,13 +119,10 @@ def present_tokens(who: str, name: str, mask: Tensor) -> Tensor:
     checked only once, even if many layers use it.
     """
     present = mask == 0
-    if torch.compiler.is_compiling():
+    if not can_read(mask):
         return present
     version = 0 if mask.is_inference() else mask._version
-    looked_at = getattr(mask, _SEEN, None) != version
-    if mask.is_cuda:
-        looked_at = looked_at and not torch.cuda.is_current_stream_capturing()
-    if looked_at:
+    if getattr(mask, _SEEN, None) != version:
         if not bool((present | (mask <= _PADDING)).all()):
             raise ValueError(
                 f"{who}: {name} holds numbers other than 0 and -inf (or below {_PADDING:g}); only "

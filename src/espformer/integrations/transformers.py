@@ -63,6 +63,7 @@ from espformer.integrations.transformers_places import (
     revert,
 )
 from espformer.nn import Mechanism
+from espformer.ops.common.torch_internals import can_read
 
 try:  # what transformers records of a forward; private, so it may be elsewhere one day
     from transformers.utils.output_capturing import _active_collector
@@ -266,7 +267,8 @@ def padding_mask(
     if attention_mask is None:
         return None
     mask = attention_mask[:, -options["kv_length"] :].bool()
-    nothing = not torch.compiler.is_compiling() and mask.device.type == "cpu" and bool(mask.all())
+    # On a GPU it is not read: that would synchronise the device.
+    nothing = mask.device.type == "cpu" and can_read(mask) and bool(mask.all())
     return None if nothing else mask
 
 
