@@ -1,5 +1,7 @@
 """What would run and be another attention than its user thinks: converted, saved, or refused."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -162,6 +164,45 @@ def test_another_attention_after_a_conversion_is_an_error(implementation):
     model.set_attn_implementation(implementation)
     espformer.revert(model)
     torch.testing.assert_close(run("bert", model, MASK), run("bert", make("bert"), MASK))
+
+
+@torch.no_grad()
+def test_a_converted_model_is_not_built_with_softmax(tmp_path):
+    model = espformer.convert(make("bert"), ESP())
+    expected = run("bert", model, MASK)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(OSError, match="nowhere"):  # an error does not end the refusals
+        integration.load_pretrained(transformers.AutoModel, str(tmp_path / "nowhere"))
+    for kind in (transformers.AutoModel, transformers.AutoModelForSequenceClassification):
+        for options in ({}, {"attn_implementation": "sdpa"}, {"attn_implementation": "espformer"}):
+            with pytest.raises(ValueError, match=r"softmax\..*load_pretrained.*revert"):
+                kind.from_pretrained(tmp_path, **options)
+        with pytest.raises(ValueError, match=r"copy\.deepcopy"):
+            kind.from_config(model.config)
+        loaded = integration.load_pretrained(kind, str(tmp_path)).eval()
+        assert torch.equal(run("bert", getattr(loaded, "bert", loaded), MASK), expected)
+    assert torch.equal(run("bert", copy.deepcopy(model), MASK), expected)
+
+    original = espformer.revert(model)
+    transformers.AutoModel.from_config(original.config)
+    original.save_pretrained(tmp_path / "original")
+    again = transformers.AutoModel.from_pretrained(tmp_path / "original").eval()
+    assert torch.equal(run("bert", again, MASK), run("bert", original, MASK))
+
+
+@torch.no_grad()
+def test_the_mechanism_of_a_configuration_is_not_forgotten(tmp_path):
+    model = make("bert")
+    model.config.espformer = {"name": "Sinkhorn", "iterations": 5}
+    model.set_attn_implementation("espformer")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match='attn_implementation="espformer"'):
+        transformers.AutoModel.from_pretrained(tmp_path)
+    for kind in (transformers.AutoModel, transformers.AutoModelForSequenceClassification):
+        again = kind.from_pretrained(tmp_path, attn_implementation="espformer").eval()
+        bare = getattr(again, "bert", again)
+        assert torch.equal(run("bert", bare, MASK), run("bert", model, MASK))
+    transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="sdpa")  # said aloud
 
 
 @torch.no_grad()
