@@ -213,7 +213,7 @@ def test_a_bias_on_scores_is_not_padding():
     for least in (-torch.inf, torch.finfo(torch.float32).min, -1e9, -1e4):
         mask = torch.zeros(3, 1, 1, 7).masked_fill(~MASK[:, None, None], least)
         assert torch.equal(model(ids, attention_mask=mask)[0][MASK], expected[MASK])
-    for bias in (-1.5, 0.5, torch.nan):
+    for bias in (-1.5, -20.0, -9990.0, 0.5, torch.nan):
         mask = torch.zeros(3, 1, 1, 7).masked_fill(~MASK[:, None, None], bias)
         with pytest.raises(ValueError, match="numbers other than 0"):
             model(ids, attention_mask=mask)
@@ -228,9 +228,10 @@ def test_finite_padding_in_torch_nn():
         mask = torch.zeros(3, 7).masked_fill(~MASK, least)
         for _ in range(2):
             assert torch.equal(module(x, x, x, key_padding_mask=mask)[0], expected)
-        mask[0, 0] = -0.5  # looked at again, since it was changed
-        with pytest.raises(ValueError, match="numbers other than 0"):
-            module(x, x, x, key_padding_mask=mask)
+        for bias in (-0.5, -20.0):
+            mask[0, 0] = bias  # looked at again, since it was changed
+            with pytest.raises(ValueError, match="numbers other than 0"):
+                module(x, x, x, key_padding_mask=mask)
 
 
 @torch.no_grad()
