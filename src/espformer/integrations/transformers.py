@@ -344,8 +344,9 @@ def _refuse_to_be_ignored() -> None:
             raise ValueError(
                 f"{name}: config.{NAME} says that the model was converted, but here it would be "
                 "built with softmax. Load a saved model with espformer.integrations.pretrained."
-                f"load_pretrained({name}, folder), copy a model with copy.deepcopy. For the "
-                "original attention call espformer.revert on it, or take another configuration"
+                f"load_pretrained({name}, folder), copy a model with copy.deepcopy; then "
+                "espformer.revert gives softmax back. A new model needs a configuration of its "
+                "own, copied before the conversion"
             )
         if entry is not None and requested_attention is None:
             raise ValueError(
