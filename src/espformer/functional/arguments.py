@@ -85,11 +85,15 @@ def _with_scale(chosen: ESPOptions, width: int) -> ESPOptions:
     return replace(chosen, sort_temperature=t, scale=scale)
 
 
+# What `sorting` calls it, and as near to temperature_unit for difflib.
+_ALSO_CALLED = {"temperature": "sort_temperature"}
+
+
 def check_options(name: str, options: Options) -> ESPOptions:
     """The options of a call, checked; `name` is the called function, for error messages."""
     unknown = [option for option in options if option not in OPTIONS]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], OPTIONS, n=1)
+        near = difflib.get_close_matches(_ALSO_CALLED.get(unknown[0], unknown[0]), OPTIONS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(OPTIONS)}"
         raise TypeError(f"{name}: there is no option {unknown[0]!r}; {hint}")
     chosen = ESPOptions(**options)
