@@ -4,11 +4,11 @@
     python tools/families.py --only bert,vit      # families whose model type contains one of these
 
 Each class that `AutoModel` knows, and every other model of transformers that is called `...Model`
-or `...Encoder`, is built with a tiny configuration and run. Then it is converted twice. With
-softmax as a mechanism its output must stay what it was: heads, scale, masks and positions are what
-`convert` takes them for. With ESP, every module that the report calls converted and that is run
-must have called its mechanism, none may have computed a softmax, and the output must be another
-one. A class that fails any of this is *wrong*, and there must be none.
+or `...Encoder`, is built with a tiny configuration and run. Then it is converted. With softmax as a
+mechanism, plain and inside `Packed`, its output must stay what it was: heads, scale, masks and
+positions are what `convert` takes them for. With ESP, every module that the report calls converted
+and that is run must have called its mechanism, none may have computed a softmax, and the output
+must be another one. A class that fails any of this is *wrong*, and there must be none.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import espformer
 from espformer.integrations import ConversionReport, conversion_report
 from espformer.integrations.candidates import ASSUMED_CAUSAL, CAUSAL
-from espformer.nn import ESP, Mechanism, Softmax
+from espformer.nn import ESP, Mechanism, Packed, Softmax
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -186,12 +186,16 @@ def converted_difference(
     model: nn.Module, given: dict[str, Any], before: list[Tensor]
 ) -> tuple[float, float, ConversionReport]:
     """The distance from the original's outputs, with softmax as mechanism: all, one per token."""
-    espformer.convert(model, Softmax())
-    found = outputs(model, given)
     shape = given["attention_mask"].shape if "attention_mask" in given else None
     chosen = [i for i, x in enumerate(before) if x.shape[:2] == shape]
-    tokens = difference([found[i] for i in chosen], [before[i] for i in chosen]) if chosen else 0.0
-    return difference(found, before), tokens, conversion_report(model)
+    same = tokens = 0.0
+    for mechanism in (Packed(Softmax()), Softmax()):
+        found = outputs(espformer.convert(model, mechanism), given)
+        same = max(same, difference(found, before))
+        if chosen:
+            parts = [found[i] for i in chosen], [before[i] for i in chosen]
+            tokens = max(tokens, difference(*parts))
+    return same, tokens, conversion_report(model)
 
 
 def summary(report: ConversionReport) -> str:

@@ -135,6 +135,27 @@ def test_own_layers():
     assert torch.equal(model(x), before)
 
 
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x, context):
+        return x + self.attention(x, context, context, need_weights=False)[0]
+
+
+def test_a_call_is_fitted_to_the_output_of_the_same_call():
+    """Slices are fitted to calls with as many keys as queries; the first batch has none."""
+    data = [(torch.randn(2, 6, 16), torch.randn(2, keys, 16)) for keys in (9, 6)]
+    model = espformer.convert(Reader().eval(), ESP(), cross=True)
+    alone = copy.deepcopy(model)
+    result = espformer.calibrate(model, data, steps=0, progress=False)
+    espformer.calibrate(alone, data[1:], steps=0, progress=False)
+    assert result.modules == ("attention",)
+    for found, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_a_second_calibration_has_the_same_teacher():
     model = make("bert")
     original = copy.deepcopy(model)

@@ -10,7 +10,7 @@ import espformer
 from espformer.integrations import conversion_report
 from espformer.integrations.settings import mechanism_from_settings, settings_of
 from espformer.models.decoder import DecoderBlock
-from espformer.nn import ESP, Attention, Differential, Sinkhorn, Softmax, Uniform
+from espformer.nn import ESP, Attention, Differential, FrozenSlicer, Sinkhorn, Softmax, Uniform
 from tests.integrations.families import make, torch_encoder
 
 
@@ -118,6 +118,27 @@ def test_own_layers_change_their_mechanism_and_decoders_are_left():
     espformer.revert(model)
     assert model["a"].mechanism is sinkhorn
     assert torch.equal(model["a"](x), before)
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("mechanism", [ESP(learn_slice_weights=True), Differential(Sinkhorn())])
+def test_own_layers_with_queries_of_another_width_than_their_values(mechanism, cross):
+    layer = Attention(32, 4, Softmax(), qk_dim=4, cross=cross)
+    inputs = (torch.randn(2, 6, 32),) * (2 if cross else 1)
+    before = layer(*inputs)
+    built = Attention(32, 4, mechanism, qk_dim=4, cross=cross)
+    espformer.convert(layer, mechanism, cross=cross)
+    built.load_state_dict(layer.state_dict())
+    assert torch.equal(layer(*inputs), built(*inputs))
+    assert torch.equal(espformer.revert(layer)(*inputs), before)
+
+
+def test_slices_of_a_wrong_width_leave_own_layers_as_they_were():
+    """The slices have the width of the values, not of the queries."""
+    model = nn.ModuleList([Attention(32, 4, Softmax()), Attention(32, 4, Softmax(), qk_dim=4)])
+    with pytest.raises(ValueError, match=r"expected \(slices, 4\)"):
+        espformer.convert(model, ESP(slicer=FrozenSlicer(3, 8)))
+    assert all(isinstance(layer.mechanism, Softmax) for layer in model)
 
 
 def test_depth_reaches_the_mechanism():

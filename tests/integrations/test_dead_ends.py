@@ -59,6 +59,8 @@ def test_composite_models_are_saved_and_loaded(family, tmp_path):
     expected = model(**inputs)[0]
     assert not torch.allclose(expected, softmax)
     model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="load_pretrained"):
+        type(model).from_pretrained(tmp_path)
     loaded = integration.load_pretrained(type(model), str(tmp_path)).eval()
     assert conversion_report(loaded).converted == conversion_report(model).converted
     assert torch.equal(loaded(**inputs)[0], expected)

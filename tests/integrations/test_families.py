@@ -8,7 +8,7 @@ import torch
 
 import espformer
 from espformer.integrations import conversion_report
-from espformer.nn import ESP, Softmax
+from espformer.nn import ESP, Packed, Softmax
 from tests.integrations.families import FAMILIES, MASK, WITH_PADDING, make, run
 
 DECODERS = ("bart", "marian")
@@ -230,3 +230,27 @@ def test_exported_programs_are_the_same(family):
         found, wanted = program(**given), model(**given)
         found, wanted = (x if isinstance(x, torch.Tensor) else x[0] for x in (found, wanted))
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mechanism", [ESP(), Packed(ESP())], ids=["esp", "packed"])
+@pytest.mark.parametrize("family", ["torch", "bert"])
+def test_gradients_of_each_sample_of_a_padded_batch(family, mechanism):
+    """By ``torch.func``, as differential privacy needs them: no value of a mask can be read."""
+    model = espformer.convert(make(family), mechanism)
+    weights = dict(model.named_parameters())
+    x = torch.randn(3, 7, 16) if family == "torch" else torch.randint(3, 50, (3, 7))
+
+    def loss(weights, x, mask):
+        masks = (
+            {"src_key_padding_mask": ~mask[None]}
+            if family == "torch"
+            else {"attention_mask": mask[None].long()}
+        )
+        output = torch.func.functional_call(model, weights, (x[None],), masks)
+        return (output if family == "torch" else output[0])[0, :3].square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(weights, x, MASK)
+    for sample in range(3):
+        expected = torch.func.grad(loss)(weights, x[sample], MASK[sample])
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name][sample], gradient, atol=1e-4, rtol=1e-3)

@@ -1,5 +1,7 @@
 """What would run and be another attention than its user thinks: converted, saved, or refused."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -165,6 +167,45 @@ def test_another_attention_after_a_conversion_is_an_error(implementation):
 
 
 @torch.no_grad()
+def test_a_converted_model_is_not_built_with_softmax(tmp_path):
+    model = espformer.convert(make("bert"), ESP())
+    expected = run("bert", model, MASK)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(OSError, match="nowhere"):  # an error does not end the refusals
+        integration.load_pretrained(transformers.AutoModel, str(tmp_path / "nowhere"))
+    for kind in (transformers.AutoModel, transformers.AutoModelForSequenceClassification):
+        for options in ({}, {"attn_implementation": "sdpa"}, {"attn_implementation": "espformer"}):
+            with pytest.raises(ValueError, match=r"softmax\..*load_pretrained.*revert"):
+                kind.from_pretrained(tmp_path, **options)
+        with pytest.raises(ValueError, match=r"copy\.deepcopy"):
+            kind.from_config(model.config)
+        loaded = integration.load_pretrained(kind, str(tmp_path)).eval()
+        assert torch.equal(run("bert", getattr(loaded, "bert", loaded), MASK), expected)
+    assert torch.equal(run("bert", copy.deepcopy(model), MASK), expected)
+
+    original = espformer.revert(model)
+    transformers.AutoModel.from_config(original.config)
+    original.save_pretrained(tmp_path / "original")
+    again = transformers.AutoModel.from_pretrained(tmp_path / "original").eval()
+    assert torch.equal(run("bert", again, MASK), run("bert", original, MASK))
+
+
+@torch.no_grad()
+def test_the_mechanism_of_a_configuration_is_not_forgotten(tmp_path):
+    model = make("bert")
+    model.config.espformer = {"name": "Sinkhorn", "iterations": 5}
+    model.set_attn_implementation("espformer")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match='attn_implementation="espformer"'):
+        transformers.AutoModel.from_pretrained(tmp_path)
+    for kind in (transformers.AutoModel, transformers.AutoModelForSequenceClassification):
+        again = kind.from_pretrained(tmp_path, attn_implementation="espformer").eval()
+        bare = getattr(again, "bert", again)
+        assert torch.equal(run("bert", bare, MASK), run("bert", model, MASK))
+    transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="sdpa")  # said aloud
+
+
+@torch.no_grad()
 def test_a_bias_on_scores_is_not_padding():
     model = espformer.convert(make("bert"), ESP())
     ids = torch.randint(3, 50, (3, 7))
@@ -172,7 +213,7 @@ def test_a_bias_on_scores_is_not_padding():
     for least in (-torch.inf, torch.finfo(torch.float32).min, -1e9, -1e4):
         mask = torch.zeros(3, 1, 1, 7).masked_fill(~MASK[:, None, None], least)
         assert torch.equal(model(ids, attention_mask=mask)[0][MASK], expected[MASK])
-    for bias in (-1.5, 0.5, torch.nan):
+    for bias in (-1.5, -20.0, -9990.0, 0.5, torch.nan):
         mask = torch.zeros(3, 1, 1, 7).masked_fill(~MASK[:, None, None], bias)
         with pytest.raises(ValueError, match="numbers other than 0"):
             model(ids, attention_mask=mask)
@@ -187,9 +228,10 @@ def test_finite_padding_in_torch_nn():
         mask = torch.zeros(3, 7).masked_fill(~MASK, least)
         for _ in range(2):
             assert torch.equal(module(x, x, x, key_padding_mask=mask)[0], expected)
-        mask[0, 0] = -0.5  # looked at again, since it was changed
-        with pytest.raises(ValueError, match="numbers other than 0"):
-            module(x, x, x, key_padding_mask=mask)
+        for bias in (-0.5, -20.0):
+            mask[0, 0] = bias  # looked at again, since it was changed
+            with pytest.raises(ValueError, match="numbers other than 0"):
+                module(x, x, x, key_padding_mask=mask)
 
 
 @torch.no_grad()

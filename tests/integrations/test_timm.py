@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import espformer
-from espformer.nn import ESP, Softmax
+from espformer.nn import ESP, ClassToken, Packed, Softmax
 from tests.integrations.families import MASK, TimmAttention
 
 
@@ -28,6 +28,27 @@ def test_the_scale_of_the_module_is_kept():
     module.scale = 0.05
     assert espformer.convert(module, ESP()).mechanism.scale == 0.05
     assert espformer.convert(module, ESP(scale=0.3)).mechanism.scale == 0.3
+
+
+@pytest.mark.parametrize(
+    "wrapper",
+    [Packed, ClassToken, lambda base: Packed(ClassToken(base))],
+    ids=["packed", "class-token", "both"],
+)
+@torch.no_grad()
+def test_the_scale_of_the_module_reaches_what_is_wrapped(wrapper):
+    module = TimmAttention(12, 3, qk_norm=False)
+    module.scale = 3.0
+    x = torch.randn(3, 7, 12)
+    before = module(x)
+    converted = espformer.convert(module, wrapper(Softmax()))
+    # The class token, which is the first one, reads from all tokens by softmax.
+    rows = slice(None) if wrapper is Packed else slice(1)
+    torch.testing.assert_close(converted(x)[:, rows], before[:, rows], atol=1e-6, rtol=1e-5)
+    softmaxes = [part for part in module.mechanism.modules() if isinstance(part, Softmax)]
+    assert all(part.scale == 3.0 for part in softmaxes)
+    espformer.convert(module, wrapper(Softmax(scale=0.3)))
+    assert any(getattr(part, "scale", None) == 0.3 for part in module.mechanism.modules())
 
 
 def test_causal_and_pairwise_masks_are_refused():

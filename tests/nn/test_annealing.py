@@ -10,6 +10,7 @@ from espformer.nn import (
     Differential,
     Softmax,
     anneal,
+    copy_sort_settings,
     exponential_schedule,
     get_sort_temperatures,
     harden,
@@ -54,6 +55,36 @@ def test_what_is_set_is_what_runs(model):
         weights = {k: v for k, v in model[index].state_dict().items() if "mechanism" not in k}
         fresh.load_state_dict(weights)
         torch.testing.assert_close(model[index](x), fresh(x), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_an_average_of_weights_follows(model, use_buffers):
+    """torch averages parameters and buffers; a temperature that is not learnt is neither."""
+    average = torch.optim.swa_utils.AveragedModel(
+        model,
+        multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5),
+        use_buffers=use_buffers,
+    )
+    keys = list(average.state_dict())
+    for _ in range(3):
+        anneal(model, 0.5)
+        average.update_parameters(model)
+    harden(model, ties="average")
+    assert copy_sort_settings(model, average) == ["module." + name for name in NAMES]
+    found, expected = (get_sort_temperatures(m) for m in (average, model))
+    for name in (NAMES[0], NAMES[2]):
+        assert found["module." + name] == expected[name]
+    # A learnt temperature is a parameter, of which this is the average.
+    assert found["module." + NAMES[1]][0] == pytest.approx(0.3 * 0.5**2.25)
+    for name in NAMES:
+        options = average.module.get_submodule(name).options
+        assert (options.hard, options.ties) == (True, "average")
+    assert list(average.state_dict()) == keys
+
+
+def test_settings_are_copied_between_models_of_one_kind(model):
+    with pytest.raises(ValueError, match="3 ESP mechanisms and this Attention 1"):
+        copy_sort_settings(model, Attention(12, 2))
 
 
 def test_anneal_multiplies_each_head(model):

@@ -291,6 +291,9 @@ def test_keys_that_begin_as_queries(cross):
     x = torch.randn(2, 6, 32)
     _, matrix = layer(x, *([x] if cross else []), return_matrix=True)
     torch.testing.assert_close(matrix, torch.eye(6).expand_as(matrix))
+    # The matrix does not see a bias, which shifts all keys alike.
+    query, key = layer._project(x, x if cross else None)[:2]
+    assert torch.equal(query, key)
 
 
 def test_widths_and_beginnings_that_cannot_be():

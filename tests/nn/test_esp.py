@@ -334,3 +334,38 @@ def test_mistakes_are_named(options, message):
 def test_a_slicer_of_other_sizes_is_named(slicer):
     with pytest.raises(ValueError, match=r"expected \(slices, 6\) or \(2, slices, 6\)"):
         ESP(slicer=slicer).bind(HEADS, WIDTH)
+
+
+@pytest.mark.parametrize("make", [ESP, lambda t: setattr(ESP(), "sort_temperature", t)])
+def test_a_parameter_is_no_temperature(make):
+    with pytest.raises(TypeError, match=r"must be a number.*learn_temperature=True"):
+        make(nn.Parameter(torch.tensor(0.2)))
+
+
+@pytest.mark.parametrize("learn_temperature", [False, True])
+def test_options_are_changed(learn_temperature):
+    mechanism = ESP(0.3, learn_temperature=learn_temperature).bind(2, 4)
+    mechanism.change(sort_temperature=torch.tensor(0.01), metric="squared")
+    assert torch.as_tensor(mechanism.sort_temperature).flatten().tolist() == pytest.approx(
+        [0.01] * (2 if learn_temperature else 1)
+    )
+    assert mechanism.metric == "squared"
+    assert isinstance(mechanism.options.sort_temperature, float)
+    for options, error, message in (
+        ({"nonsense": 1}, TypeError, "ESP: there is no option 'nonsense'"),
+        ({"hard": True, "metrik": "squared"}, TypeError, "did you mean 'metric'"),
+        ({"hard": True, "sort_temperature": 0.0}, ValueError, "sort_temperature must be > 0"),
+        ({"hard": True, "ties": "any"}, ValueError, "ties must be one of"),
+    ):
+        with pytest.raises(error, match=message):
+            mechanism.change(**options)
+    assert not mechanism.hard
+
+
+def test_a_temperature_by_its_short_name(qkv):
+    """``sorting`` calls it so."""
+    message = "no option 'temperature'; did you mean 'sort_temperature'"
+    with pytest.raises(TypeError, match=message):
+        ESP(temperature=0.1)
+    with pytest.raises(TypeError, match=message):
+        functional.esp_attention(*qkv, temperature=0.1)

@@ -1,5 +1,7 @@
 """Padded batches attended to in packed form: what the base gives, for fewer tokens."""
 
+import copy
+
 import pytest
 import torch
 
@@ -95,7 +97,7 @@ def test_inside_a_model_of_transformers():
     outputs = []
     for mechanism in (ESP(slicer="axis"), Packed(ESP(slicer="axis"))):
         torch.manual_seed(0)
-        model = transformers.BertModel(config).double().eval()
+        model = transformers.BertModel(copy.deepcopy(config)).double().eval()
         espformer.convert(model, mechanism)
         mask = MASK[[0, 1, 3, 4]]
         ids = torch.randint(1, 30, mask.shape, generator=torch.Generator().manual_seed(0))

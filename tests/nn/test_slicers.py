@@ -30,6 +30,15 @@ def test_frozen_directions_depend_on_the_seed_alone():
     assert torch.equal(state, torch.get_rng_state())  # and leave the global generator alone
 
 
+@pytest.mark.parametrize("kind", [FrozenSlicer, LearnableSlicer])
+def test_every_head_has_its_own_directions(kind):
+    first, *others = kind(5, 8, heads=3)().unbind()
+    assert len(others) == 2
+    for other in others:
+        assert (first - other).norm(dim=-1).min() > 0.1
+    assert not torch.equal(*others)
+
+
 def test_frozen_directions_cover_the_sphere():
     directions = FrozenSlicer(20000, 4, seed=0)()
     # Uniform on the sphere: mean 0 and second moments I/m, within five standard errors.

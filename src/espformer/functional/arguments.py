@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from espformer.ops.common.masks import resolve_masks, zero_padding
-from espformer.ops.common.torch_internals import is_transformed
+from espformer.ops.common.torch_internals import can_read, is_transformed
 from espformer.ops.esp.options import OPTIONS, ESPOptions, Options
 from espformer.ops.esp.problem import Problem
 
@@ -85,11 +85,15 @@ def _with_scale(chosen: ESPOptions, width: int) -> ESPOptions:
     return replace(chosen, sort_temperature=t, scale=scale)
 
 
+# What `sorting` calls it, and as near to temperature_unit for difflib.
+_ALSO_CALLED = {"temperature": "sort_temperature"}
+
+
 def check_options(name: str, options: Options) -> ESPOptions:
     """The options of a call, checked; `name` is the called function, for error messages."""
     unknown = [option for option in options if option not in OPTIONS]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], OPTIONS, n=1)
+        near = difflib.get_close_matches(_ALSO_CALLED.get(unknown[0], unknown[0]), OPTIONS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(OPTIONS)}"
         raise TypeError(f"{name}: there is no option {unknown[0]!r}; {hint}")
     chosen = ESPOptions(**options)
@@ -160,8 +164,7 @@ def flat_temperature(
     if not isinstance(t, Tensor):
         return float(t)
     # Values on a GPU are not checked: reading them would synchronise the device.
-    looked_at = t.device.type == "cpu" and not (torch.compiler.is_compiling() or is_transformed())
-    if looked_at and not bool((t > 0).all()):
+    if t.device.type == "cpu" and can_read(t) and not bool((t > 0).all()):
         raise ValueError(
             f"{name}: {argument} must be > 0 everywhere, got {t} (for hard sorting pass hard=True)"
         )

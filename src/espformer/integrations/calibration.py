@@ -256,11 +256,12 @@ def _choose_slices(
         if not isinstance(mechanism, ESP):
             continue
         calls: list[Call] = []
+        wanted = iter(outputs[name])
 
-        def call(_: str, args: Any, masks: Any, __: Any, name: str = name) -> None:
+        def call(_: str, args: Any, masks: Any, __: Any) -> None:
             query, key, value = args
+            output = next(wanted)  # noqa: B023, called before the next module
             if query.shape[2] == key.shape[2] and masks.get("query_mask") is None:
-                output = outputs[name][len(calls)]  # noqa: B023, called before the next module
                 calls.append(Call(query, key, value, output, masks.get("key_mask")))  # noqa: B023
 
         for args, options in batches:

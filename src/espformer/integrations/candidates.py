@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
-import torch
 from torch import Tensor, nn
 
-from espformer.nn import Differential, Mechanism
+from espformer.nn import Mechanism
+from espformer.ops.common.torch_internals import can_read
 
 __all__ = [
     "ASSUMED_CAUSAL",
@@ -53,13 +53,14 @@ class Candidate:
         name: its name in the model.
         module: the module.
         heads: number of heads, None if unknown.
-        head_dim: width of a head.
+        head_dim: width of a head's queries and keys.
         cross: whether queries and keys come from different tokens; None where only a call shows.
         unclear: whether it is called with two expressions, which may or may not be the same tokens.
         given: what `cross` the user gave to convert.
         refusal: why it cannot be converted, None if it can.
         scale: the factor on the scores, None if it is ``head_dim ** -0.5``.
         convert: puts a bound mechanism in place.
+        value_dim: width of a head's values, None if it is head_dim.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Candidate:
     refusal: str | None = None
     scale: float | None = None
     convert: Callable[["Candidate", Mechanism], None] | None = None
+    value_dim: int | None = None
 
     @property
     def kind(self) -> str:
@@ -82,7 +84,9 @@ class Candidate:
 def bind(candidate: Candidate, mechanism: Mechanism, depth: int) -> Mechanism:
     """A copy of the mechanism with the sizes, the scale, the device and the mode of a module."""
     assert candidate.heads is not None
-    bound = mechanism.bind(candidate.heads, candidate.head_dim, depth=depth)
+    bound = mechanism.bind(
+        candidate.heads, candidate.head_dim, value_dim=candidate.value_dim, depth=depth
+    )
     give_scale(bound, candidate.scale)
     weight = next((p for p in candidate.module.parameters()), None)
     if weight is not None:
@@ -91,11 +95,10 @@ def bind(candidate: Candidate, mechanism: Mechanism, depth: int) -> Mechanism:
 
 
 def give_scale(mechanism: Mechanism, scale: float | None) -> None:
-    """Give a mechanism without a scale the scale of a module."""
-    while isinstance(mechanism, Differential):
-        mechanism = mechanism.base
-    if scale is not None and getattr(mechanism, "scale", 0.0) is None:
-        mechanism.scale = scale  # type: ignore[assignment]
+    """Give the scale of a module to all parts of a mechanism that have none."""
+    for part in mechanism.modules():
+        if scale is not None and isinstance(part, Mechanism) and getattr(part, "scale", 0) is None:
+            part.scale = scale  # type: ignore[assignment]
 
 
 def unusual_scale(scale: float | None, head_dim: int) -> float | None:
@@ -116,13 +119,10 @@ def present_tokens(who: str, name: str, mask: Tensor) -> Tensor:
     checked only once, even if many layers use it.
     """
     present = mask == 0
-    if torch.compiler.is_compiling():
+    if not can_read(mask):
         return present
     version = 0 if mask.is_inference() else mask._version
-    looked_at = getattr(mask, _SEEN, None) != version
-    if mask.is_cuda:
-        looked_at = looked_at and not torch.cuda.is_current_stream_capturing()
-    if looked_at:
+    if getattr(mask, _SEEN, None) != version:
         if not bool((present | (mask <= _PADDING)).all()):
             raise ValueError(
                 f"{who}: {name} holds numbers other than 0 and -inf (or below {_PADDING:g}); only "

@@ -15,7 +15,13 @@ def find(name: str, module: nn.Module, parent: nn.Module | None) -> Candidate | 
     if not isinstance(module, Attention):
         return None
     candidate = Candidate(
-        name, module, module.heads, module.head_dim, cross=module.cross, convert=_convert
+        name,
+        module,
+        module.heads,
+        module.qk_dim,
+        cross=module.cross,
+        convert=_convert,
+        value_dim=module.head_dim,
     )
     if type(module) is not Attention:
         candidate.refusal = (

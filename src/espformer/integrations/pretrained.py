@@ -14,6 +14,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from espformer.integrations.candidates import MECHANISM
 from espformer.integrations.convert import convert
 from espformer.integrations.settings import mechanism_from_settings, stored_settings
+from espformer.integrations.transformers import building_original
 from espformer.integrations.transformers_places import NAME
 from espformer.nn import Mechanism
 
@@ -53,7 +54,7 @@ def load_pretrained(
         >>> type(model.encoder.layer[0].attention.self.mechanism).__name__
         'ESP'
     """
-    with _quiet_about_mechanisms():
+    with _quiet_about_mechanisms(), building_original():
         model = model_class.from_pretrained(folder, **options)
     entries = _take_entries(model)
     if not entries:

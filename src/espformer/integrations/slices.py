@@ -149,7 +149,7 @@ def fit_slices(module: nn.Module, mechanism: ESP, calls: list[Call]) -> bool:
     if projections is None or basis is None or not _plain(module, query, projections):
         return False
     heads, width = query.shape[0], query.shape[-1]
-    query_map, key_map, query_mean, key_mean, values = singular_axes(query, key)
+    query_map, key_map, query_mean, key_mean, _ = singular_axes(query, key)
     # Mechanisms multiply by their scale, so the coordinates are divided by it.
     factor = 1 / (width**-0.5 if mechanism.scale is None else cast(float, mechanism.scale))
     query_map, key_map = factor * query_map, factor * key_map
@@ -170,17 +170,15 @@ def fit_slices(module: nn.Module, mechanism: ESP, calls: list[Call]) -> bool:
         for call in calls
     ]
     wanted = torch.cat([call.tokens(call.output) for call in calls], 1).double()
-    shares = values[:, :count].square()
     best: list[Tensor] = []
     # A mechanism that sorts exactly, or in other units, keeps its temperature.
     fixed = mechanism.hard or mechanism.temperature_unit != "spread"
     for temperature in (None,) if fixed else _TEMPERATURES:
         given = _slice_outputs(mechanism, turned, temperature)
-        weights = shares / shares.sum(-1, keepdim=True)
         if mechanism.slice_logits is not None:
             weights = _slice_weights(given, wanted)
         else:
-            weights = torch.full_like(weights, 1 / count)
+            weights = wanted.new_full((heads, count), 1 / count)
         mixed = torch.einsum("hl,hltd->htd", weights.to(given), given).double()
         linear, offset = _ridge(mixed, wanted, projections.value_bias is not None)
         error = (mixed @ linear + offset.unsqueeze(1) - wanted).square().sum((1, 2))

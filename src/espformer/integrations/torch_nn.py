@@ -28,6 +28,7 @@ from espformer.integrations.candidates import (
     swap_class,
 )
 from espformer.nn import Mechanism
+from espformer.ops.common.torch_internals import can_read
 
 __all__ = ["find", "revert"]
 
@@ -211,7 +212,7 @@ def _cross_in_call(
         return True
     if cross is False or not masked:
         return False  # without padding it makes no difference
-    if not torch.compiler.is_compiling() and torch.equal(query, key):
+    if can_read(query, key) and torch.equal(query, key):
         return False
     if given is None:
         raise ValueError(
@@ -248,10 +249,10 @@ def _key_mask(
     present = None if key_padding_mask is None else _present("key_padding_mask", key_padding_mask)
     if attn_mask is None:
         return present
-    if torch.compiler.is_compiling():
+    if not can_read(attn_mask):
         raise ValueError(
-            "converted MultiheadAttention: attn_mask cannot be checked in a compiled model; say "
-            "which tokens are padding with key_padding_mask"
+            "converted MultiheadAttention: attn_mask cannot be checked in a call that is compiled, "
+            "captured or transformed by vmap; say which tokens are padding with key_padding_mask"
         )
     pairs = _present("attn_mask", attn_mask)
     if not torch.equal(pairs, pairs[..., :1, :].expand_as(pairs)):

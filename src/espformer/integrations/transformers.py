@@ -20,6 +20,9 @@ model that is causal throughout is refused.
 
 import functools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -63,13 +66,23 @@ from espformer.integrations.transformers_places import (
     revert,
 )
 from espformer.nn import Mechanism
+from espformer.ops.common.torch_internals import can_read
 
 try:  # what transformers records of a forward; private, so it may be elsewhere one day
     from transformers.utils.output_capturing import _active_collector
 except ImportError:
     _active_collector = None
 
-__all__ = ["attention", "describe", "find", "finish", "padding_mask", "revert", "review"]
+__all__ = [
+    "attention",
+    "building_original",
+    "describe",
+    "find",
+    "finish",
+    "padding_mask",
+    "revert",
+    "review",
+]
 
 _MASK_MAKERS = {"create_causal_mask", "create_bidirectional_mask"}
 # What Pixtral and Grounding DINO call to mask pairs.
@@ -266,7 +279,8 @@ def padding_mask(
     if attention_mask is None:
         return None
     mask = attention_mask[:, -options["kv_length"] :].bool()
-    nothing = not torch.compiler.is_compiling() and mask.device.type == "cpu" and bool(mask.all())
+    # On a GPU it is not read: that would synchronise the device.
+    nothing = mask.device.type == "cpu" and can_read(mask) and bool(mask.all())
     return None if nothing else mask
 
 
@@ -292,26 +306,54 @@ def _base_attention(module: nn.Module, base: str) -> Any:
     return ALL_ATTENTION_FUNCTIONS.get_interface(base, eager)
 
 
+# Whether :func:`building_original` is active.
+_original: ContextVar[bool] = ContextVar("espformer_building_original", default=False)
+
+
+@contextmanager
+def building_original() -> Iterator[None]:
+    """Lets a model be built with its own attention from the configuration of a converted one."""
+    token = _original.set(True)
+    try:
+        yield
+    finally:
+        _original.reset(token)
+
+
 def _refuse_to_be_ignored() -> None:
-    """Make models that do not use the registry raise an error when they are built with this
-    attention.
+    """Make it an error to build a model that would silently use softmax instead of a mechanism.
 
     transformers accepts every registered name without a check, so a model that computes its scores
-    itself would silently use softmax. This method is called for every model that is built, so it is
-    the place for the error.
+    itself would use softmax. So would a converted model that is built from its configuration alone.
+    This method is called for every model that is built, so it is the place for the errors.
     """
     accept = PreTrainedModel.get_correct_attn_implementation
     if hasattr(accept, "__wrapped__"):
         return
 
     @functools.wraps(accept)
-    def checked(self: Any, requested_attention: str | None, *args: Any, **options: Any) -> str:
+    def checked(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
+        name = type(self).__name__
         if requested_attention == NAME and not self._can_set_attn_implementation():
             raise ValueError(
-                f'attn_implementation="{NAME}": {type(self).__name__} computes its attention '
-                "itself instead of asking the registry of transformers, and would ignore this"
+                f'attn_implementation="{NAME}": {name} computes its attention itself instead of '
+                "asking the registry of transformers, and would ignore this"
             )
-        return str(accept(self, requested_attention, *args, **options))
+        entry = getattr(self.config, NAME, None) if is_init_check and not _original.get() else None
+        if entry is not None and "modules" in entry:
+            raise ValueError(
+                f"{name}: config.{NAME} says that the model was converted, but here it would be "
+                "built with softmax. Load a saved model with espformer.integrations.pretrained."
+                f"load_pretrained({name}, folder), copy a model with copy.deepcopy; then "
+                "espformer.revert gives softmax back. A new model needs a configuration of its "
+                "own, copied before the conversion"
+            )
+        if entry is not None and requested_attention is None:
+            raise ValueError(
+                f"{name}: config.{NAME} = {entry} has no effect without attn_implementation="
+                f'"{NAME}", which was not given; pass it, or attn_implementation="sdpa" for softmax'
+            )
+        return str(accept(self, requested_attention, is_init_check))
 
     PreTrainedModel.get_correct_attn_implementation = checked
 

@@ -211,10 +211,12 @@ def _load(kind: Any, path: Path, *, converted: bool) -> nn.Module:
     transformers makes such parts anew, with random weights, and says so in a table.
     """
     from espformer.integrations.pretrained import load_pretrained
+    from espformer.integrations.transformers import building_original
 
     def load(**options: Any) -> tuple[nn.Module, set[str]]:
         options |= {"dtype": torch.float32, "output_loading_info": True}
-        model, info = kind.from_pretrained(path, **options)
+        with building_original() if converted else contextlib.nullcontext():
+            model, info = kind.from_pretrained(path, **options)
         return model, set(info["missing_keys"])
 
     options: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 from espformer.nn.annealing import (
     anneal,
+    copy_sort_settings,
     exponential_schedule,
     get_sort_temperatures,
     harden,
@@ -36,6 +37,7 @@ __all__ = [
     "Softmax",
     "Uniform",
     "anneal",
+    "copy_sort_settings",
     "exponential_schedule",
     "get_sort_temperatures",
     "harden",

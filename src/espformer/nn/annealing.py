@@ -2,6 +2,7 @@
 
 Each function acts on every :class:`espformer.nn.ESP` inside a model, also inside ``Differential``,
 and returns the names of the modules it changed. The settings are saved in the model's state dict.
+An average of weights does not follow them by itself, see :func:`copy_sort_settings`.
 
 The paper's procedure: train soft, fine-tune while the temperature is multiplied by a factor each
 epoch, then sort exactly.
@@ -23,6 +24,7 @@ from espformer.nn.esp import ESP
 
 __all__ = [
     "anneal",
+    "copy_sort_settings",
     "exponential_schedule",
     "get_sort_temperatures",
     "harden",
@@ -153,6 +155,44 @@ def set_straight_through(model: nn.Module, share: float) -> list[str]:
         mechanism.change(straight_through=share)
         changed.append(name)
     return changed
+
+
+def copy_sort_settings(source: nn.Module, target: nn.Module) -> list[str]:
+    """Give each ESP mechanism of `target` the settings of the same one in `source`.
+
+    They are the temperature and its unit, hard or soft sorting, ties and straight-through; learnt
+    temperatures are parameters and stay. torch's ``AveragedModel`` averages parameters and buffers
+    only, so call this whenever the settings of the model have changed.
+
+    Args:
+        source: the model whose settings are read.
+        target: a model of the same kind, such as its average.
+
+    Returns:
+        The names of the mechanisms of `target` that were changed.
+
+    Example:
+        >>> from torch.optim.swa_utils import AveragedModel
+        >>> from espformer.nn import ESP, Attention
+        >>> model = Attention(32, heads=4, mechanism=ESP(sort_temperature=0.5))
+        >>> average = AveragedModel(model)
+        >>> _ = anneal(model, 0.5)
+        >>> average.update_parameters(model)
+        >>> copy_sort_settings(model, average)
+        ['module.mechanism']
+        >>> get_sort_temperatures(average)
+        {'module.mechanism': 0.25}
+    """
+    given = _mechanisms("copy_sort_settings", source)
+    taking = _mechanisms("copy_sort_settings", target)
+    if len(given) != len(taking):
+        raise ValueError(
+            f"copy_sort_settings: this {type(source).__name__} has {len(given)} ESP mechanisms and "
+            f"this {type(target).__name__} {len(taking)}; pass two models of the same kind"
+        )
+    for (_, mechanism), (_, other) in zip(given, taking, strict=True):
+        other.set_extra_state(mechanism.get_extra_state())
+    return [name for name, _ in taking]
 
 
 def exponential_schedule(start: float, factor: float, epochs: int) -> list[float]:

@@ -15,7 +15,6 @@ from espformer.ops.esp.options import (
     OPTIONS,
     SAVED_OPTIONS,
     Options,
-    check_option,
     decode,
     document,
     encode,
@@ -146,11 +145,22 @@ class ESP(Mechanism):
         self.options = replace(self.options, sort_temperature=float(temperature))
         self._start_temperature()
 
-    def change(self, **options: Any) -> None:
-        """Change options; the temperature has a separate property."""
-        for name, value in options.items():
-            check_option("ESP", OPTIONS[name], value)
+    def change(self, **options: Unpack[Options]) -> None:
+        """Change options. A learnt temperature continues from the given one, in all heads."""
+        check_options("ESP", options)
+        temperature = options.pop("sort_temperature", None)
+        if temperature is not None:
+            self.sort_temperature = temperature
         self.options = replace(self.options, **options)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add a parameter, as torch does for an attribute that is one."""
+        if name in OPTIONS:
+            raise TypeError(
+                f"ESP: {name} must be a number, got a parameter (to learn one temperature per head "
+                "pass learn_temperature=True; they start at sort_temperature)"
+            )
+        super().register_parameter(name, param)
 
     def scale_sort_temperature(self, factor: float) -> None:
         """Multiply each head's temperature by `factor`, down to the smallest useful value."""

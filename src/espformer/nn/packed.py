@@ -5,6 +5,7 @@ from torch import Tensor
 
 from espformer.nn.mechanisms import Wrapper
 from espformer.ops.common.packing import Packing, cumulative
+from espformer.ops.common.torch_internals import can_read, is_transformed
 
 __all__ = ["Packed"]
 
@@ -14,8 +15,8 @@ class Packed(Wrapper):
 
     Use it in models that pad, such as those of transformers: ``convert(model, Packed(ESP()))``.
     Output and gradients equal those of `base`, up to rounding. Python reads the lengths, so a GPU
-    is synchronised. Batches without a mask, and calls that are compiled, exported or captured as a
-    CUDA graph, are passed to `base` unchanged.
+    is synchronised. Batches without a mask, and calls that are compiled, exported, captured as a
+    CUDA graph or transformed by ``torch.func``, are passed to `base` unchanged.
 
     Args:
         base: the mechanism.
@@ -48,8 +49,8 @@ class Packed(Wrapper):
             mask is None or mask.shape == shape
             for mask, shape in zip((query_mask, key_mask), tokens, strict=True)
         )
-        masked = query_mask is not None or key_mask is not None
-        if not masked or not by_sequence or _seen_from_outside(query):
+        given = [mask for mask in (query_mask, key_mask) if mask is not None]
+        if not given or not by_sequence or is_transformed() or not can_read(query, *given):
             return self.base(query, key, value, **masks)
         # If both masks are one tensor, they stay one: queries and keys have equal lengths.
         k_mask = _mask(key_mask, tokens[1], key)
@@ -80,10 +81,3 @@ class Packed(Wrapper):
 def _mask(mask: Tensor | None, shape: tuple[int, int], tokens: Tensor) -> Tensor:
     """The mask, or a mask of ones if there is none."""
     return torch.ones(shape, dtype=torch.bool, device=tokens.device) if mask is None else mask
-
-
-def _seen_from_outside(tokens: Tensor) -> bool:
-    """Whether the call is traced or captured, so that it must not depend on the lengths."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return True
-    return tokens.is_cuda and torch.cuda.is_current_stream_capturing()

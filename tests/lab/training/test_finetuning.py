@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import espformer
 from espformer.lab import cli
 from espformer.lab.errors import ConfigError, RunError
 from espformer.lab.training import finetuning, trainer
@@ -29,7 +30,7 @@ from espformer.lab.training.pretrained import (
     pooled_features,
 )
 from espformer.lab.training.run_directory import run_directory
-from espformer.nn import get_sort_temperatures
+from espformer.nn import ESP, get_sort_temperatures
 
 SMALL = ["--epochs", "2", "--batch-size", "16", "--no-progress"]
 
@@ -325,6 +326,12 @@ def test_a_model_without_its_tokenizer_is_refused(encoder, texts, tmp_path):
         do(experiment(bare, texts, "esp"), "esp", tmp_path / "runs")
     load_tokenizer(str(encoder)).save_pretrained(bare)
     assert len(load_tokenizer(str(bare))) == len(load_tokenizer(str(encoder)))
+
+
+def test_a_converted_model_is_not_taken_for_its_original(encoder, tmp_path):
+    espformer.convert(load_encoder(str(encoder)), ESP()).save_pretrained(tmp_path)
+    with pytest.raises(RunError, match="was converted, but here it would be built with softmax"):
+        load_encoder(str(tmp_path))
 
 
 def test_mistakes_are_told(encoder, texts, tmp_path):

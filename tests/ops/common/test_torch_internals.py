@@ -11,6 +11,7 @@ import espformer
 from espformer.ops.common import torch_internals
 from espformer.ops.common.torch_internals import (
     autograd_inside_an_operator,
+    can_read,
     has_dispatch_modes,
     is_exporting,
     is_transformed,
@@ -50,6 +51,38 @@ def test_transforms_are_seen() -> None:
     torch.func.vmap(lambda x: seen.append(is_transformed()) or x)(torch.zeros(2))
     assert seen == [True]
     assert hasattr(torch._C, "_are_functorch_transforms_active")
+
+
+def test_values_that_can_be_read() -> None:
+    x, seen = torch.ones(2), []
+
+    def look(*tensors: Tensor) -> Tensor:
+        seen.append(can_read(*tensors))
+        return tensors[0].sum()
+
+    look(x, x)
+    torch.func.grad(look)(x)
+    torch.func.vmap(lambda _: look(x))(x)  # vmap does not batch it
+    assert seen == [True, True, True]
+    seen.clear()
+    torch.func.vmap(look)(x.expand(3, 2))
+    torch.func.vmap(torch.func.grad(look))(x.expand(3, 2))
+    torch.func.grad(lambda y: torch.func.vmap(look)(y).sum())(x.expand(3, 2))
+    torch.jit.trace(look, x, check_trace=False)
+    look(x, x.to("meta"))
+    assert not any(seen)
+    assert len(seen) >= 5
+
+
+class Reads(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 2 if can_read(x) else x + 1
+
+
+def test_values_are_not_read_where_a_call_is_recorded() -> None:
+    assert Reads()(torch.zeros(1)) == 2
+    assert torch.compile(Reads(), fullgraph=True, backend="eager")(torch.zeros(1)) == 1
+    assert torch.export.export(Reads(), (torch.zeros(1),)).module()(torch.zeros(1)) == 1
 
 
 def test_gradients_are_recorded_inside_an_operator() -> None:

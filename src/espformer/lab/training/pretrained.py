@@ -63,6 +63,8 @@ def load_encoder(path: str) -> nn.Module:
     """The encoder of a directory or of a name on the hub, in float32 whatever it is stored in."""
     from transformers import AutoModel
 
+    import espformer.integrations.transformers  # noqa: F401, refuses to load softmax for ESP
+
     try:
         # The pooler's output is not used: its weights would only take part in the decay.
         model: nn.Module = AutoModel.from_pretrained(path, dtype=torch.float32)

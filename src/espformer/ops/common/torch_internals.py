@@ -13,6 +13,7 @@ from torch import Tensor
 
 __all__ = [
     "autograd_inside_an_operator",
+    "can_read",
     "has_dispatch_modes",
     "is_exporting",
     "is_transformed",
@@ -38,6 +39,27 @@ def is_transformed() -> bool:
     """Whether transforms of ``torch.func`` are active."""
     active = getattr(torch._C, "_are_functorch_transforms_active", None)
     return active is not None and not torch.compiler.is_compiling() and active()
+
+
+def can_read(*tensors: Tensor) -> bool:
+    """Whether Python may look at the values of these tensors, and decide by them.
+
+    Not while a call is compiled, exported, traced or captured as a CUDA graph, which must not
+    depend on values. A tensor on the meta device has none, and one that ``vmap`` batches has many.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if any(x.is_meta or _is_batched(x) for x in tensors):
+        return False
+    return not any(x.is_cuda for x in tensors) or not torch.cuda.is_current_stream_capturing()
+
+
+def _is_batched(x: Tensor) -> bool:
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    while wrapped and not torch._C._functorch.is_batchedtensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return wrapped
 
 
 @contextmanager
