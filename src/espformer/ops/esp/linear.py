@@ -292,7 +292,7 @@ def _attend(problem: Problem, value: Tensor) -> Tensor:
     queries = _rank_side(problem, "query", q_projections, problem.query_mask)
     keys = _rank_side(problem, "key", k_projections, problem.key_mask)
     coupling = None
-    if not same_lengths(problem):
+    if not problem.same_lengths:
         coupling = couple(
             problem.options.coupling, queries.lengths, keys.lengths,
             queries.points.shape[-1], keys.points.shape[-1], value.dtype,
@@ -330,11 +330,6 @@ def plan(problem: Problem) -> Tensor:
     key = problem.key
     eye = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device)
     return attend(problem, eye.expand(key.shape[0], -1, -1))
-
-
-def same_lengths(problem: Problem) -> bool:
-    """Whether every sequence has as many queries as keys, known from shapes and masks alone."""
-    return problem.same_lengths
 
 
 def _by_slice_groups(

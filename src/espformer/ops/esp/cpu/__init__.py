@@ -71,7 +71,7 @@ def _attend_finite(problem: Problem, value: Tensor) -> Tensor:
         inv_bandwidth.expand(len(value)), _slice_logits(problem, query_points),
         problem.centre().squeeze(-2), problem.query_mask, problem.key_mask,
         float(options.inverse_temperature), options.metric, options.balance, options.hard,
-        options.ties, "" if linear.same_lengths(problem) else options.coupling,
+        options.ties, "" if problem.same_lengths else options.coupling,
     )[0]  # fmt: skip
     return out
 

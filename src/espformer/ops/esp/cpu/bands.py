@@ -23,13 +23,6 @@ from espformer.ops.esp.cpu.tiles import (
 
 
 @part
-def set_all_tiles(ranges, many):  # type: ignore[no-untyped-def]
-    """Ranges that hold all of `many` tiles."""
-    for i in range(ranges.shape[1]):
-        ranges[0, i], ranges[1, i] = 0, many
-
-
-@part
 def set_near_tiles(points, n, reach, ranges):  # type: ignore[no-untyped-def]
     """Ranges of the tiles of n sorted numbers that are within `reach` of each other."""
     stand_alone()
