@@ -279,6 +279,23 @@ def test_spearman_is_that_of_scipy():
     torch.testing.assert_close(sorting.spearman_loss(x, y, reduction="sum"), loss.sum())
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.float64])
+def test_spearman_loss_of_grades(dtype):
+    """Integers are what most targets are; they are ranked as they are, not as rounded ones."""
+    prediction = torch.randn(3, 40, requires_grad=True)
+    grades = torch.randint(0, 4, (3, 40))
+    target = grades.to(dtype)
+    exact = sorting.spearman_loss(prediction, target.float())
+    loss = sorting.spearman_loss(prediction, target)
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(loss.float(), exact)
+    grads = [torch.autograd.grad(x, prediction)[0] for x in (loss, exact)]
+    torch.testing.assert_close(*grads)
+    if dtype == torch.int64:
+        close = sorting.spearman_loss(prediction, target + 2**25)  # odd ones are not in float32
+        torch.testing.assert_close(close, exact)
+
+
 @pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiles_as_a_whole(dynamic):
     def loss(x, values):
@@ -301,6 +318,9 @@ def test_transforms_of_torch_func():
     jacobian = torch.func.jacrev(sorting.soft_sort)(x[0])
     numeric = torch.autograd.functional.jacobian(sorting.soft_sort, x[0])
     torch.testing.assert_close(jacobian, numeric)
+    q = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    quantiles = torch.func.vmap(lambda one: sorting.soft_quantile(x, one))(q)
+    torch.testing.assert_close(quantiles, sorting.soft_quantile(x, q))
 
 
 def test_under_autocast():
@@ -310,10 +330,24 @@ def test_under_autocast():
     torch.testing.assert_close(got, sorting.soft_rank(x))
 
 
-def test_an_empty_batch():
-    x = torch.randn(0, 5)
-    assert sorting.soft_sort(x).shape == (0, 5)
-    assert sorting.soft_rank(x).shape == (0, 5)
+@every
+@pytest.mark.parametrize("backend", ["auto", "linear", "dense"])
+def test_an_empty_batch(function, backend):
+    """A shard without rows has the shapes and the gradients of any other."""
+    x = torch.randn(3, 0, 5, requires_grad=True)
+    full = torch.randn(3, 2, 5)
+    for options in ({}, {"hard": True}, {"mask": torch.ones(5, dtype=torch.bool)}):
+        out, like = function(x, backend=backend, **options), function(full, **options)
+        assert out.shape == tuple(0 if size == 2 else size for size in like.shape)
+        if out.requires_grad:
+            out.sum().backward()
+    assert x.grad.shape == x.shape
+
+
+def test_quantiles_of_an_empty_batch():
+    q = torch.tensor([0.1, 0.5, 0.7])
+    assert sorting.soft_quantile(torch.zeros(0, 4), q).shape == (3, 0)
+    assert sorting.soft_quantile(torch.zeros(0, 4), q, keepdim=True).shape == (3, 0, 1)
 
 
 X = torch.randn(2, 5)
@@ -344,9 +378,19 @@ MANY = torch.zeros(1).expand(2**24 + 1)
         (lambda: sorting.soft_sort(X, X.long()), "values must hold floating-point numbers"),
         (lambda: sorting.soft_quantile(X, 1.5), r"q must be in \[0, 1\], got 1.5"),
         (lambda: sorting.soft_quantile(X, torch.rand(2, 2)), "q must be a number or a tensor of"),
-        (lambda: sorting.soft_topk(X, 6), "k must be from 1 to 5"),
+        (lambda: sorting.soft_topk(X, 6), "k must be an integer from 1 to 5"),
+        (lambda: sorting.soft_topk(X, 2.5), "k must be an integer from 1 to 5.* got 2.5"),
+        (lambda: sorting.soft_rank(X, mask=[True]), "soft_rank: mask must be a torch.Tensor"),
+        (lambda: sorting.soft_rank(X, temprature=1.0), "no option 'temprature'; did you mean 'te"),
+        (lambda: sorting.soft_quantile(X, 0.5, descending=True),
+         "soft_quantile: there is no option 'descending'; there are temperature, unit"),
+        (lambda: sorting.soft_rank(X, label="y", name="z"), "soft_rank: there is no option 'label"),
+        (lambda: sorting.spearman(X, X.long()), "spearman: y must hold floating-point numbers"),
+        (lambda: sorting.spearman_loss(X.long(), X), "prediction must hold floating-point numbers"),
+        (lambda: sorting.spearman_loss(X, X.to(torch.complex64)), "target must hold floating-poin"),
+        (lambda: sorting.spearman_loss(X, X.to("meta")), "prediction is on cpu but target on meta"),
         (lambda: sorting.spearman(X, torch.randn(3)), "shapes do not agree"),
-        (lambda: sorting.spearman_loss(X, [1.0]), "second argument must be a torch.Tensor"),
+        (lambda: sorting.spearman_loss(X, [1.0]), "target must be a torch.Tensor, got list"),
         (lambda: sorting.spearman_loss(X, X, reduction="max"), "reduction must be one of"),
     ],
 )  # fmt: skip
