@@ -121,6 +121,13 @@ def check_tensor(name: str, label: str, x: Tensor) -> None:
         )
 
 
+def are_nested(name: str, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the queries are a nested tensor; raises if one of the three is no tensor at all."""
+    for label, x in {"query": query, "key": key, "value": value}.items():
+        check_tensor(name, label, x)
+    return query.is_nested
+
+
 def is_integer(n: object) -> bool:
     """Whether this is an integer of Python, numpy or a compiler, whose sizes are symbols."""
     return isinstance(n, (Integral, torch.SymInt))
@@ -144,9 +151,9 @@ def check_tokens(
         check_tensor(name, label, x)
         if x.is_nested:
             raise ValueError(
-                f"{name}: {label} is a nested tensor, which esp_attention and sinkhorn_attention "
-                f"take for query, key and value together; here pad it ({label}.to_padded_tensor(0))"
-                " and pass a mask"
+                f"{name}: {label} is a nested tensor, which only esp_attention and "
+                "sinkhorn_attention take, for query, key and value together; pad its (batch, "
+                "tokens, heads, width) with torch.nested.to_padded_tensor and pass a mask"
             )
         if x.dim() < 2:
             raise ValueError(

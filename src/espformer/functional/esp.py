@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from espformer.functional.arguments import (
+    are_nested,
     flat,
     make_problem,
     one_of,
@@ -112,7 +113,7 @@ def esp_attention(
         [3] Prillo & Eisenschlos, *SoftSort*, ICML 2020.
     """
     name = "esp_attention"
-    if query.is_nested:
+    if are_nested(name, query, key, value):
         refuse_masks(name, query_mask, key_mask, attn_mask)
         attention = partial(
             esp_attention, slices=slices, slice_logits=slice_logits, backend=backend,
@@ -149,6 +150,7 @@ def esp_plan(
     query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
     backend: str = "auto",
+    is_causal: bool = False,
     **options: Unpack[Options],
 ) -> Tensor:
     """The attention matrix of :func:`esp_attention`, ``N · G``: for inspection, not for speed.
@@ -170,7 +172,7 @@ def esp_plan(
     name = "esp_plan"
     problem, lead = make_problem(
         name, query, key, None, options, slices=slices, slice_logits=slice_logits,
-        query_mask=query_mask, key_mask=key_mask,
+        query_mask=query_mask, key_mask=key_mask, is_causal=is_causal,
     )  # fmt: skip
     with without_autocast(query.device):
         module = pick_backend(name, backend, query, key)
