@@ -19,7 +19,7 @@ from espformer.functional.arguments import (
 )
 from espformer.ops.common.masks import resolve_masks, zero_padding
 from espformer.ops.common.packing import attend_nested, refuse_masks
-from espformer.ops.common.torch_internals import is_exporting
+from espformer.ops.common.torch_internals import is_recorded
 from espformer.ops.sinkhorn.torch import sinkhorn_matrix, sinkhorn_output
 
 __all__ = ["sinkhorn_attention", "sinkhorn_plan", "softmax_attention", "softmax_plan"]
@@ -251,7 +251,7 @@ def _kernels(
     """The fused kernels, if they are requested or selected and support the problem."""
     on_gpu = query.device.type == "cuda"
     transformed = under_transforms(name, backend, "torch")
-    if backend == "torch" or (backend == "auto" and (not on_gpu or transformed or is_exporting())):
+    if backend == "torch" or (backend == "auto" and (not on_gpu or transformed or is_recorded())):
         return None
     runs_kernels(name, query, key, value)
     try:
