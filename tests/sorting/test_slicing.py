@@ -113,6 +113,31 @@ def test_nan_stays_in_its_cloud(bad):
             assert found[[0, 2]].isfinite().all()
 
 
+def test_under_autocast():
+    """Points are projected in their own precision: in 16 bits their order would be another."""
+    x, y, theta = (z.float() for z in clouds(50))
+    plan, distance = sliced_plan(x, y, slices=theta), sliced_wasserstein(x, y, slices=theta)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = sliced_plan(x, y, slices=theta)
+        assert torch.equal(sliced_wasserstein(x, y, slices=theta), distance)
+    assert torch.equal(cast.matches, plan.matches)
+    assert torch.equal(cast.cost, plan.cost)
+
+
+def test_exported_for_any_number_of_points():
+    class Costs(torch.nn.Module):
+        def forward(self, x, y):
+            return sliced_plan(x, y, slices=theta).cost, sliced_wasserstein(x, y, slices=theta)
+
+    x, y, theta = clouds(20)
+    sizes = {1: torch.export.Dim("points", min=2)}
+    program = torch.export.export(Costs(), (x, y), dynamic_shapes=(sizes, sizes), strict=False)
+    for got, want in zip(
+        program.module()(x[:, :7], y[:, :7]), Costs()(x[:, :7], y[:, :7]), strict=True
+    ):
+        torch.testing.assert_close(got, want)
+
+
 def test_an_empty_batch():
     x, y = torch.randn(2, 0, 5, 3, requires_grad=True).unbind()
     plan = sliced_plan(x, y, slices=4)

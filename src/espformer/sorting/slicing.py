@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from espformer.functional.arguments import check_tokens, is_integer, make_problem
 from espformer.ops.common.masks import resolve_masks
+from espformer.ops.common.operators import without_autocast
+from espformer.ops.common.torch_internals import is_exporting
 from espformer.ops.esp import linear
 from espformer.ops.esp.coupling import couple
 from espformer.ops.esp.options import Options
@@ -67,7 +69,8 @@ def sliced_wasserstein(
     if not p >= 1:
         raise ValueError(f"{name}: p must be at least 1, got {p}")
     problem, lead = _problem(name, x, y, slices, x_mask=x_mask, y_mask=y_mask)
-    q, k = problem.projections()
+    with without_autocast(x.device):
+        q, k = problem.projections()
     a, b = linear.sort_tokens(q, problem.query_mask), linear.sort_tokens(k, problem.key_mask)
     if q.shape == k.shape and x_mask is None and y_mask is None:
         powers = (a.points - b.points).abs().pow(p).mean((-2, -1))
@@ -122,7 +125,8 @@ def sliced_plan(
             f"{name}: x and y must have equally many points, got {tuple(x.shape)} and "
             f"{tuple(y.shape)}; for other plans use espformer.esp_plan"
         )
-    q, k = (side.detach() for side in problem.projections())
+    with without_autocast(x.device):
+        q, k = (side.detach() for side in problem.projections())
     queries = linear.rank_tokens(q, problem.query_mask)
     keys = linear.rank_tokens(k, problem.key_mask)
     matches = keys.order.gather(-1, queries.ranks)
@@ -139,9 +143,13 @@ def _costs(x: Tensor, y: Tensor, matches: Tensor) -> Tensor:
     """
 
     def group(x: Tensor, y: Tensor, matches: Tensor) -> Tensor:
-        matched = y.unsqueeze(1).take_along_dim(matches.unsqueeze(-1), -2)
+        slices, width = matches.shape[1], y.shape[-1]
+        index = matches.unsqueeze(-1).expand(-1, -1, -1, width)
+        matched = y.unsqueeze(1).expand(-1, slices, -1, -1).gather(-2, index)
         return (x.unsqueeze(1) - matched).square().sum((-2, -1))
 
+    if is_exporting():  # a graph serves all sizes, so its groups cannot depend on them
+        return group(x, y, matches)
     parts = matches.split(max(1, linear.GROUP_ELEMENTS // max(1, x.numel())), 1)
     if len(parts) > 1:  # the backward pass recomputes a group, too
         group = partial(checkpoint, group, use_reentrant=False, preserve_rng_state=False)
