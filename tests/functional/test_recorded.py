@@ -78,7 +78,7 @@ def test_traced_sorts(call: Call) -> None:
     torch.testing.assert_close(traced(x), call(x))
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 @every
 def test_exported_attention_of_any_length(options: dict[str, Any], strict: bool) -> None:
     call, length = Call(esp_attention, **options), torch.export.Dim("length", min=2)
