@@ -81,4 +81,5 @@ def test_slices_are_worked_on_in_groups(monkeypatch):
 def test_a_long_sequence_runs():
     query, key, value = torch.randn(3, 1, 30_000, 2).unbind()
     out = esp_attention(query, key, value)  # 900 million pairs a slice
-    assert out.isfinite().all()
+    exact = esp_attention(*(x.double() for x in (query, key, value)), backend="linear")
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)

@@ -5,7 +5,14 @@ import re
 import pytest
 import torch
 
-from espformer import esp_attention, esp_plan, sinkhorn_attention
+from espformer import (
+    esp_attention,
+    esp_attention_varlen,
+    esp_plan,
+    sinkhorn_attention,
+    sinkhorn_attention_varlen,
+)
+from espformer.functional import sinkhorn_plan, softmax_attention, softmax_plan
 from tests.compare import tokens
 
 QUERY, KEY, VALUE = (x.float() for x in tokens(2, 3, n=5, m=4))
@@ -50,9 +57,50 @@ def test_wrong_types(option, wrong, wanted):
         esp_attention(QUERY, KEY, VALUE, **{option: wrong})
 
 
-def test_arrays_are_no_tensors():
-    with pytest.raises(TypeError, match=r"key must be a torch\.Tensor, got ndarray"):
-        esp_attention(QUERY, KEY.numpy(), VALUE)
+ATTENTIONS = [esp_attention, sinkhorn_attention, softmax_attention]
+PLANS = [esp_plan, sinkhorn_plan, softmax_plan]
+
+
+def packed(attention):
+    """Attention of packed sequences, of (batch, heads, tokens, width)."""
+
+    def call(*tokens, **options):
+        rows = [x[0].transpose(0, 1) if isinstance(x, torch.Tensor) else x for x in tokens]
+        lengths = [[0, len(x)] for x in rows[:2]]
+        return attention(*rows, *lengths, **options)
+
+    call.__name__ = attention.__name__
+    return call
+
+
+PACKED = [packed(esp_attention_varlen), packed(sinkhorn_attention_varlen)]
+
+
+@pytest.mark.parametrize("attention", [*ATTENTIONS, *PLANS, *PACKED])
+def test_arrays_are_no_tensors(attention):
+    labels = ("query", "key") if attention in PLANS else ("query", "key", "value")
+    for i, label in enumerate(labels):
+        tokens = [QUERY, KEY, VALUE][: len(labels)]
+        tokens[i] = tokens[i].numpy()
+        expected = rf"^{attention.__name__}: {label} must be a torch\.Tensor, got ndarray; convert"
+        with pytest.raises(TypeError, match=expected):
+            attention(*tokens)
+
+
+@pytest.mark.parametrize(
+    "option", ["slices", "slice_logits", "query_mask", "key_mask", "attn_mask"]
+)
+def test_lists_are_no_tensors(option):
+    attentions = [esp_attention]
+    if option != "attn_mask":
+        attentions += [esp_plan]
+    if option.endswith("_mask") and option != "attn_mask":
+        attentions += [sinkhorn_attention, softmax_attention, sinkhorn_plan, softmax_plan]
+    for attention in attentions:
+        tokens = [QUERY, KEY] if attention in PLANS else [QUERY, KEY, VALUE]
+        expected = rf"^{attention.__name__}: {option} must be a torch\.Tensor, got list; convert"
+        with pytest.raises(TypeError, match=expected):
+            attention(*tokens, **{option: [[True]]})
 
 
 @pytest.mark.parametrize("t", [0.0, -1.0, float("nan"), 0, -0.0])
@@ -175,6 +223,17 @@ def test_causal_attention():
 
 
 @pytest.mark.parametrize(
+    "attention", [esp_attention, sinkhorn_attention, esp_plan, sinkhorn_plan, *PACKED]
+)
+def test_no_doubly_stochastic_attention_is_causal(attention):
+    tokens = [QUERY, KEY] if attention in PLANS else [QUERY, KEY, VALUE]
+    torch.testing.assert_close(attention(*tokens, is_causal=False), attention(*tokens))
+    expected = f"^{attention.__name__}: causal attention is not possible: a lower-triangular matrix"
+    with pytest.raises(ValueError, match=expected):
+        attention(*tokens, is_causal=True)
+
+
+@pytest.mark.parametrize(
     "attn_mask",
     [
         torch.ones(5, 4, dtype=torch.bool),
@@ -232,6 +291,50 @@ def test_plans_speak_for_themselves():
         esp_plan(QUERY, KEY, metric="euclidean")
     with pytest.raises(ValueError, match=r"^esp_plan: query and key must have the same head_dim"):
         esp_plan(QUERY, KEY[..., :3])
+
+
+@pytest.mark.parametrize("attention", [*ATTENTIONS, *PLANS])
+def test_mistakes_of_every_attention(attention):
+    """The baselines refuse what ESP attention refuses, in the same words."""
+    for wrong, words in [
+        ((QUERY, KEY.double(), VALUE), "query is torch.float32 but key is torch.float64; cast"),
+        ((QUERY, KEY.to("meta"), VALUE), "query is on cpu but key on meta; use one device"),
+        ((QUERY.long(), KEY, VALUE), "query must hold floating-point numbers, got torch.int64"),
+        ((QUERY, KEY[..., :0, :], VALUE), "has no tokens or no width"),
+        ((QUERY, KEY[:, :2], VALUE), "leading dimensions do not agree"),
+        ((QUERY, KEY[0, 0, 0], VALUE), "key must have shape (batch, heads, tokens, head_dim)"),
+        ((QUERY, KEY[..., :3], VALUE), "query and key must have the same head_dim"),
+    ]:
+        with pytest.raises(ValueError, match=rf"^{attention.__name__}: .*{re.escape(words)}"):
+            attention(*wrong[: 2 if attention in PLANS else 3])
+    if attention in ATTENTIONS:
+        with pytest.raises(ValueError, match="key and value must have equally many tokens"):
+            attention(QUERY, KEY, VALUE[..., :3, :])
+
+
+@pytest.mark.parametrize("attention", [*ATTENTIONS, *PLANS])
+def test_autocast_mixes_dtypes(attention):
+    mixed = (QUERY, KEY.bfloat16(), VALUE.bfloat16())[: 2 if attention in PLANS else 3]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attention(*mixed)
+    assert found.shape == (2, 3, 5, 4 if attention in PLANS else 3)
+
+
+def test_nested_tensors_are_padded_for_a_plan():
+    rows, offsets = torch.randn(7, 2, 3), torch.tensor([0, 3, 7])
+    nested = torch.nested.nested_tensor_from_jagged(rows, offsets).transpose(1, 2)
+    for plan in PLANS:
+        expected = rf"^{plan.__name__}: query is a nested tensor.*torch\.nested\.to_padded_tensor"
+        with pytest.raises(ValueError, match=expected):
+            plan(nested, nested)
+    padded = torch.nested.to_padded_tensor(nested.transpose(1, 2), 0.0).transpose(1, 2)
+    mask = torch.arange(padded.shape[-2]) < torch.tensor([[3], [4]])
+    alone = rows[:3].transpose(0, 1)
+    torch.testing.assert_close(
+        esp_plan(padded, padded, key_mask=mask)[0, :, :3, :3], esp_plan(alone, alone)
+    )
+    with pytest.raises(ValueError, match="key is a nested tensor"):
+        esp_attention(padded, nested, nested)
 
 
 def test_mistakes_are_seen_before_anything_is_computed():

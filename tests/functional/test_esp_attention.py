@@ -195,7 +195,7 @@ def test_auto_is_the_fastest_that_runs_on_a_cpu(options):
 def test_both_functions_take_the_same_options():
     attention = dict(inspect.signature(esp_attention).parameters)
     plan = dict(inspect.signature(esp_plan).parameters)
-    for name in ("value", "attn_mask", "is_causal"):
+    for name in ("value", "attn_mask"):
         del attention[name]
     assert {name: (p.default, p.kind) for name, p in attention.items()} == {
         name: (p.default, p.kind) for name, p in plan.items()

@@ -147,6 +147,20 @@ def test_no_tokens_and_queries_without_keys() -> None:
     assert torch.equal(esp_attention_varlen(q, x, x, [0, 3], [0, 0]), torch.zeros_like(q))
 
 
+@pytest.mark.parametrize("attention", [esp_attention_varlen, sinkhorn_attention_varlen])
+def test_a_batch_in_which_no_query_has_a_key_trains(attention: Any) -> None:
+    """Its gradients are zero, as for a padded batch without keys; NaN leaves no trace in them."""
+    for lengths, others in (([2, 3], [0, 0]), ([0, 5], [4, 0]), ([0, 0], [0, 0])):
+        q, k = tokens(lengths, WIDTH), tokens(others, WIDTH)
+        v = torch.full((sum(others), HEADS, VALUE_WIDTH), torch.nan, dtype=torch.float64)
+        v.requires_grad_()
+        out = attention(q, k, v, offsets(lengths), offsets(others))
+        assert torch.equal(out, torch.zeros(sum(lengths), HEADS, VALUE_WIDTH, dtype=torch.float64))
+        out.sum().backward()
+        for x in (q, k, v):
+            assert torch.equal(x.grad, torch.zeros_like(x))
+
+
 def test_packing_of_a_mask_and_of_any_attention() -> None:
     mask = torch.tensor([[True, True, False], [False, False, False], [True, True, True]])
     x = torch.randn(5, HEADS, WIDTH)

@@ -75,6 +75,8 @@ def test_pooling_ignores_padding_and_empty_sequences():
     assert masked_max(x, mask).tolist() == [[3.0, -2.0], [0.0, 0.0]]
     assert masked_mean(x, mask).tolist() == [[2.0, -3.0], [0.0, 0.0]]
     x = x[1:].clone().requires_grad_()
+    long = torch.full((1, 2000, 3), 60.0, dtype=torch.float16)  # its sum is beyond float16
+    assert torch.equal(masked_mean(long, torch.ones(1, 2000, dtype=torch.bool)), long[:, 0])
     (masked_max(x, mask[1:]) + masked_mean(x, mask[1:])).sum().backward()
     assert (x.grad == 0).all()
 

@@ -139,10 +139,13 @@ def test_masks_of_both_sides():
 def test_padded_self_attention_needs_no_coupling(monkeypatch, differential):
     """As many queries as keys in every sequence: pieces of ranks would double the work."""
     monkeypatch.setattr("espformer.ops.esp.linear.couple", None)
-    mechanism = Differential(ESP(), 0.5) if differential else ESP()
+    esp = ESP(backend="linear")
     mask = torch.arange(5) < torch.tensor([[5], [3]])
-    layer = Attention(8, 2, mechanism=mechanism)
-    assert layer(torch.randn(2, 5, 8), mask=mask).isfinite().all()
+    layer = Attention(8, 2, mechanism=Differential(esp, 0.5) if differential else esp)
+    x = torch.randn(2, 5, 8)
+    found = layer(x, mask=mask)
+    esp.backend = "dense"
+    torch.testing.assert_close(found, layer(x, mask=mask))
 
 
 def test_permutation_equivariance():
@@ -205,8 +208,16 @@ def test_bfloat16_autocast_and_cast_train(name):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = layer(x)
     assert out.dtype == torch.bfloat16
-    out.float().square().mean().backward()
-    assert all(p.grad.isfinite().all() for p in layer.parameters() if p.grad is not None)
+    grads, wanted = (
+        torch.autograd.grad(
+            y.float().square().mean(), tuple(layer.parameters()), allow_unused=True,
+            materialize_grads=True,
+        )
+        for y in (out, expected)
+    )  # fmt: skip
+    whole = torch.cat([want.flatten() for want in wanted]).norm()
+    for found, want in zip(grads, wanted, strict=True):
+        assert (found - want).norm() < 0.1 * whole
     half = layer.bfloat16()(x.bfloat16())
     assert half.dtype == torch.bfloat16
     if name != "esp-hard":  # rounding changes ranks, and with them a permutation

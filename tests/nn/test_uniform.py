@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from espformer.nn import Attention, Uniform
+from espformer.nn import Attention, Softmax, Uniform
 
 
 def draw(n, m):
@@ -40,6 +40,33 @@ def test_as_many_queries_as_keys_make_a_doubly_stochastic_matrix():
 def test_sequences_without_keys_give_zeros():
     q, k, v = draw(3, 5)
     assert (Uniform()(q, k, v, key_mask=torch.zeros(3, 5, dtype=torch.bool)) == 0).all()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_sums_of_half_precision_do_not_overflow(masked):
+    x = torch.full((1, 2, 2000, 4), 60.0, dtype=torch.float16)
+    mask = torch.ones(1, 2000, dtype=torch.bool) if masked else None
+    assert torch.equal(Uniform()(x, x, x, key_mask=mask), x)
+    row = Uniform().matrix(x, x, key_mask=mask)[0, 0, 0]
+    torch.testing.assert_close(row, torch.full((2000,), 1 / 2000, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("leads", [[2, 1, 1], [1, 2, 2], [1, 1, 2], [1, 2, 1]])
+def test_leading_dimensions_broadcast(leads):
+    """As those of the other mechanisms do."""
+    q, k, v = (torch.randn(lead, 3, 5, 4) for lead in leads)
+    for name, lead in {"query_mask": leads[0], "key_mask": leads[1]}.items():
+        for masks in ({}, {name: torch.arange(5).expand(lead, -1) < 3}):
+            out, matrix = Uniform()(q, k, v, **masks), Uniform().matrix(q, k, **masks)
+            assert out.shape == Softmax()(q, k, v, **masks).shape
+            assert matrix.shape == Softmax().matrix(q, k, **masks).shape
+            torch.testing.assert_close((matrix @ v).expand_as(out), out)
+
+
+def test_mistakes_are_named():
+    q, k, v = draw(4, 7)
+    with pytest.raises(ValueError, match="Uniform: key and value must have equally many tokens"):
+        Uniform()(q, k, v[:, :, :5])
 
 
 def test_values_learn_and_queries_do_not():

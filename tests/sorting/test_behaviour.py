@@ -1,6 +1,7 @@
 """Shapes, dtypes, padding, extremes, NaN, straight-through, compilers, and errors in words."""
 
 import itertools
+from functools import partial
 
 import pytest
 import scipy.stats
@@ -109,22 +110,29 @@ def test_padded_rows_have_the_numbers_of_what_is_left(name):
 def test_padding_gets_no_gradient(function):
     x, mask = padded_rows()
     x.requires_grad_()
+    if function is FUNCTIONS["spearman_loss"]:
+        function = partial(function, reduction="sum")
     function(x, mask=mask).sum().backward()
-    if function is not FUNCTIONS["soft_unsort"]:  # there x is also a row for each rank
-        assert not x.grad[~mask].any()
-        assert x.grad.isfinite().all()
+    if function is FUNCTIONS["soft_unsort"]:  # there x is also a row for each rank
+        return
+    assert not x.grad[~mask].any()
+    for row, taken, grad in zip(x.detach(), mask, x.grad, strict=True):
+        leaf = row[taken].clone().requires_grad_()
+        (alone,) = torch.autograd.grad(function(leaf).sum(), leaf)
+        torch.testing.assert_close(grad[taken], alone)
 
 
 @every
 def test_a_row_that_is_all_padding(function):
     x = torch.randn(2, 6, requires_grad=True)
     mask = torch.tensor([[True], [False]]).expand(2, 6)
-    out = function(x, mask=mask)
-    assert out.isfinite().all()
-    if out.dim():
-        assert not out[1].any()
-    out.sum().backward()
-    assert x.grad.isfinite().all()
+    if function is FUNCTIONS["spearman_loss"]:
+        function = partial(function, reduction="none")
+    out, alone = function(x, mask=mask), function(x[0])
+    torch.testing.assert_close(out[0], alone)
+    assert (out[1] == (1 if isinstance(function, partial) else 0)).all()  # no correlation
+    grads = [torch.autograd.grad(y.sum(), x)[0] for y in (out, alone)]
+    torch.testing.assert_close(*grads)
 
 
 @every
@@ -137,10 +145,13 @@ def test_dtypes(function, dtype):
     assert got.dtype == (torch.float32 if ranked and dtype.itemsize == 2 else dtype)
     eps = torch.finfo(dtype).eps if not ranked else torch.finfo(torch.float32).eps * 30
     torch.testing.assert_close(got.double(), function(x.double()), atol=10 * eps, rtol=2 * eps)
-    leaf = x.clone().requires_grad_()
+    leaf, exact = x.clone().requires_grad_(), x.double().requires_grad_()
     function(leaf).sum().backward()
+    function(exact).sum().backward()
     assert leaf.grad.dtype == dtype
-    assert leaf.grad.isfinite().all()
+    eps = max(4 * torch.finfo(dtype).eps, 16 * torch.finfo(torch.float32).eps)
+    rounding = eps * max(1.0, float(exact.grad.abs().max()))
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=0, atol=rounding)
 
 
 EXTREMES = {
@@ -154,6 +165,21 @@ EXTREMES = {
 }
 
 
+def bounds(function, x):
+    """What every result lies between."""
+    low, high, count = float(x.min()), float(x.max()), len(x)
+    known = {
+        "soft_unsort": (count * min(low, 0), count * max(high, 0)),  # columns sum to N at most
+        "soft_permutation": (0, 1),
+        "soft_rank": (1, count),
+        "spearman": (-1, 1),
+        "spearman_loss": (0, 2),
+        "soft_topk": (0, 1),
+    }
+    name = next(name for name, known in FUNCTIONS.items() if known is function)
+    return known.get(name, (low, high))  # sorts and quantiles are means of the numbers
+
+
 @every
 @pytest.mark.parametrize("case", EXTREMES)
 @pytest.mark.parametrize("metric", ["absolute", "squared"])
@@ -165,7 +191,9 @@ def test_extremes_stay_finite(function, case, metric):
         x = torch.tensor(EXTREMES[case], dtype=dtype, requires_grad=True)
         temperature = torch.tensor(t, dtype=dtype, requires_grad=True)
         out = function(x, temperature=temperature, metric=metric, unit=unit)
-        assert out.isfinite().all(), (t, unit, dtype)
+        low, high = bounds(function, x.detach())
+        room = 1e-3 * max(abs(low), abs(high))
+        assert low - room <= out.min() <= out.max() <= high + room, (t, unit, dtype)
         grads = torch.autograd.grad(out.sum(), (x, temperature), allow_unused=True)
         assert all(g is None or g.isfinite().all() for g in grads), (t, unit, dtype)
 
@@ -294,6 +322,23 @@ def test_spearman_is_that_of_scipy():
     torch.testing.assert_close(sorting.spearman_loss(x, y, reduction="sum"), loss.sum())
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.float64])
+def test_spearman_loss_of_grades(dtype):
+    """Integers are what most targets are; they are ranked as they are, not as rounded ones."""
+    prediction = torch.randn(3, 40, requires_grad=True)
+    grades = torch.randint(0, 4, (3, 40))
+    target = grades.to(dtype)
+    exact = sorting.spearman_loss(prediction, target.float())
+    loss = sorting.spearman_loss(prediction, target)
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(loss.float(), exact)
+    grads = [torch.autograd.grad(x, prediction)[0] for x in (loss, exact)]
+    torch.testing.assert_close(*grads)
+    if dtype == torch.int64:
+        close = sorting.spearman_loss(prediction, target + 2**25)  # odd ones are not in float32
+        torch.testing.assert_close(close, exact)
+
+
 @pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiles_as_a_whole(dynamic):
     def loss(x, values):
@@ -316,6 +361,9 @@ def test_transforms_of_torch_func():
     jacobian = torch.func.jacrev(sorting.soft_sort)(x[0])
     numeric = torch.autograd.functional.jacobian(sorting.soft_sort, x[0])
     torch.testing.assert_close(jacobian, numeric)
+    q = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    quantiles = torch.func.vmap(lambda one: sorting.soft_quantile(x, one))(q)
+    torch.testing.assert_close(quantiles, sorting.soft_quantile(x, q))
 
 
 def test_under_autocast():
@@ -325,10 +373,24 @@ def test_under_autocast():
     torch.testing.assert_close(got, sorting.soft_rank(x))
 
 
-def test_an_empty_batch():
-    x = torch.randn(0, 5)
-    assert sorting.soft_sort(x).shape == (0, 5)
-    assert sorting.soft_rank(x).shape == (0, 5)
+@every
+@pytest.mark.parametrize("backend", ["auto", "linear", "dense"])
+def test_an_empty_batch(function, backend):
+    """A shard without rows has the shapes and the gradients of any other."""
+    x = torch.randn(3, 0, 5, requires_grad=True)
+    full = torch.randn(3, 2, 5)
+    for options in ({}, {"hard": True}, {"mask": torch.ones(5, dtype=torch.bool)}):
+        out, like = function(x, backend=backend, **options), function(full, **options)
+        assert out.shape == tuple(0 if size == 2 else size for size in like.shape)
+        if out.requires_grad:
+            out.sum().backward()
+    assert x.grad.shape == x.shape
+
+
+def test_quantiles_of_an_empty_batch():
+    q = torch.tensor([0.1, 0.5, 0.7])
+    assert sorting.soft_quantile(torch.zeros(0, 4), q).shape == (3, 0)
+    assert sorting.soft_quantile(torch.zeros(0, 4), q, keepdim=True).shape == (3, 0, 1)
 
 
 X = torch.randn(2, 5)
@@ -359,9 +421,19 @@ MANY = torch.zeros(1).expand(2**24 + 1)
         (lambda: sorting.soft_sort(X, X.long()), "values must hold floating-point numbers"),
         (lambda: sorting.soft_quantile(X, 1.5), r"q must be in \[0, 1\], got 1.5"),
         (lambda: sorting.soft_quantile(X, torch.rand(2, 2)), "q must be a number or a tensor of"),
-        (lambda: sorting.soft_topk(X, 6), "k must be from 1 to 5"),
+        (lambda: sorting.soft_topk(X, 6), "k must be an integer from 1 to 5"),
+        (lambda: sorting.soft_topk(X, 2.5), "k must be an integer from 1 to 5.* got 2.5"),
+        (lambda: sorting.soft_rank(X, mask=[True]), "soft_rank: mask must be a torch.Tensor"),
+        (lambda: sorting.soft_rank(X, temprature=1.0), "no option 'temprature'; did you mean 'te"),
+        (lambda: sorting.soft_quantile(X, 0.5, descending=True),
+         "soft_quantile: there is no option 'descending'; there are temperature, unit"),
+        (lambda: sorting.soft_rank(X, label="y", name="z"), "soft_rank: there is no option 'label"),
+        (lambda: sorting.spearman(X, X.long()), "spearman: y must hold floating-point numbers"),
+        (lambda: sorting.spearman_loss(X.long(), X), "prediction must hold floating-point numbers"),
+        (lambda: sorting.spearman_loss(X, X.to(torch.complex64)), "target must hold floating-poin"),
+        (lambda: sorting.spearman_loss(X, X.to("meta")), "prediction is on cpu but target on meta"),
         (lambda: sorting.spearman(X, torch.randn(3)), "shapes do not agree"),
-        (lambda: sorting.spearman_loss(X, [1.0]), "second argument must be a torch.Tensor"),
+        (lambda: sorting.spearman_loss(X, [1.0]), "target must be a torch.Tensor, got list"),
         (lambda: sorting.spearman_loss(X, X, reduction="max"), "reduction must be one of"),
     ],
 )  # fmt: skip

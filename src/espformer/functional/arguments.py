@@ -5,13 +5,16 @@ from __future__ import annotations
 import difflib
 import functools
 import os
+from collections.abc import Collection, Iterable
 from dataclasses import replace
+from numbers import Integral
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from espformer.ops.common.masks import resolve_masks, zero_padding
+from espformer.ops.common.operators import has_autocast
 from espformer.ops.common.torch_internals import can_read, is_transformed
 from espformer.ops.esp.options import OPTIONS, ESPOptions, Options
 from espformer.ops.esp.problem import Problem
@@ -32,7 +35,7 @@ def make_problem(
     is_causal: bool = False,
 ) -> tuple[Problem, torch.Size]:
     """The arguments as a checked :class:`Problem`, and the leading dimensions of the call."""
-    lead = _check_tokens(name, query, key, value)
+    lead = check_tokens(name, query=query, key=key, value=value)
     chosen = _chosen(name, options, query.shape[-1])
     key_mask = _padding_only(name, attn_mask, is_causal, key, key_mask)
     query_mask, key_mask = resolve_masks(name, query, key, query_mask, key_mask)
@@ -85,20 +88,26 @@ def _with_scale(chosen: ESPOptions, width: int) -> ESPOptions:
     return replace(chosen, sort_temperature=t, scale=scale)
 
 
-# What `sorting` calls it, and as near to temperature_unit for difflib.
+# What `sorting` calls it, which for difflib is as near to temperature_unit.
 _ALSO_CALLED = {"temperature": "sort_temperature"}
 
 
 def check_options(name: str, options: Options) -> ESPOptions:
     """The options of a call, checked; `name` is the called function, for error messages."""
-    unknown = [option for option in options if option not in OPTIONS]
-    if unknown:
-        near = difflib.get_close_matches(_ALSO_CALLED.get(unknown[0], unknown[0]), OPTIONS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(OPTIONS)}"
-        raise TypeError(f"{name}: there is no option {unknown[0]!r}; {hint}")
+    refuse_unknown(name, options, OPTIONS)
     chosen = ESPOptions(**options)
     chosen.check(name)
     return chosen
+
+
+def refuse_unknown(name: str, options: Iterable[str], known: Collection[str]) -> None:
+    """Raises for the first option that is not a known one."""
+    for option in options:
+        if option not in known:
+            also = _ALSO_CALLED.get(option, option)
+            near = difflib.get_close_matches(also if also in known else option, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise TypeError(f"{name}: there is no option {option!r}; {hint}")
 
 
 def flat(x: Tensor, lead: torch.Size) -> Tensor:
@@ -108,45 +117,82 @@ def flat(x: Tensor, lead: torch.Size) -> Tensor:
     return x.reshape(-1, *x.shape[-2:])
 
 
-def _check_tokens(name: str, query: Tensor, key: Tensor, value: Tensor | None) -> torch.Size:
-    tensors = {"query": query, "key": key} | ({} if value is None else {"value": value})
+def check_tensor(name: str, label: str, x: Tensor) -> None:
+    """Raises for lists, arrays and anything else that is not a tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{name}: {label} must be a torch.Tensor, got {type(x).__name__}; convert it with "
+            "torch.as_tensor"
+        )
+
+
+def are_nested(name: str, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the queries are a nested tensor; raises if one of the three is no tensor at all."""
+    for label, x in {"query": query, "key": key, "value": value}.items():
+        check_tensor(name, label, x)
+    return query.is_nested
+
+
+def is_integer(n: object) -> bool:
+    """Whether this is an integer of Python, numpy or a compiler, whose sizes are symbols."""
+    return isinstance(n, (Integral, torch.SymInt))
+
+
+def check_tokens(
+    name: str,
+    shape: tuple[str, ...] = ("batch", "heads", "tokens", "head_dim"),
+    **given: Tensor | None,
+) -> torch.Size:
+    """The leading dimensions of two clouds of tokens, and of a value for each token of the second.
+
+    Args:
+        name: the called function, for error messages.
+        shape: what the caller calls the dimensions.
+        given: the tensors by the caller's names; None for no values.
+    """
+    tensors = {label: x for label, x in given.items() if x is not None}
+    (one, first), (other, second), *values = tensors.items()
     for label, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(
-                f"{name}: {label} must be a torch.Tensor, got {type(x).__name__}; convert it with "
-                "torch.as_tensor"
+        check_tensor(name, label, x)
+        if x.is_nested:
+            raise ValueError(
+                f"{name}: {label} is a nested tensor, which only esp_attention and "
+                "sinkhorn_attention take, for query, key and value together; pad its (batch, "
+                "tokens, heads, width) with torch.nested.to_padded_tensor and pass a mask"
             )
         if x.dim() < 2:
             raise ValueError(
-                f"{name}: {label} must have shape (batch, heads, tokens, head_dim) or at least "
-                f"(tokens, head_dim), got {tuple(x.shape)}"
+                f"{name}: {label} must have shape ({', '.join(shape)}) or at least "
+                f"({', '.join(shape[-2:])}), got {tuple(x.shape)}"
             )
         if not x.is_floating_point():
             raise ValueError(f"{name}: {label} must hold floating-point numbers, got {x.dtype}")
         if 0 in x.shape[-2:]:
             raise ValueError(
-                f"{name}: {label} of shape {tuple(x.shape)} has no tokens or no width; at "
-                "least one token is needed (for an empty sequence of a batch, mask its tokens)"
+                f"{name}: {label} of shape {tuple(x.shape)} has no {shape[-2]} or no width; at "
+                f"least one {shape[-2][:-1]} is needed (for an empty sequence of a batch, mask its "
+                f"{shape[-2]})"
             )
-        if x.device != query.device:
+        if x.device != first.device:
             raise ValueError(
-                f"{name}: query is on {query.device} but {label} on {x.device}; use one device"
+                f"{name}: {one} is on {first.device} but {label} on {x.device}; use one device"
             )
-        if x.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
+        if x.dtype != first.dtype and not has_autocast(x.device):
             raise ValueError(
-                f"{name}: query is {query.dtype} but {label} is {x.dtype}; cast them to one dtype"
+                f"{name}: {one} is {first.dtype} but {label} is {x.dtype}; cast them to one dtype"
             )
-    if query.shape[-1] != key.shape[-1]:
+    if first.shape[-1] != second.shape[-1]:
         raise ValueError(
-            f"{name}: query and key must have the same head_dim, got query "
-            f"{tuple(query.shape)} and key {tuple(key.shape)}"
+            f"{name}: {one} and {other} must have the same {shape[-1]}, got {one} "
+            f"{tuple(first.shape)} and {other} {tuple(second.shape)}"
         )
-    if value is not None and value.shape[-2] != key.shape[-2]:
-        raise ValueError(
-            f"{name}: key and value must have equally many tokens, got key {tuple(key.shape)} and "
-            f"value {tuple(value.shape)}"
-        )
-    lead = query.shape[:-2]
+    for label, x in values:
+        if x.shape[-2] != second.shape[-2]:
+            raise ValueError(
+                f"{name}: {other} and {label} must have equally many {shape[-2]}, got {other} "
+                f"{tuple(second.shape)} and {label} {tuple(x.shape)}"
+            )
+    lead = first.shape[:-2]
     if all(x.shape[:-2] == lead for x in tensors.values()):
         return lead
     try:
@@ -183,6 +229,7 @@ def _slices(
 ) -> Tensor | None:  # fmt: skip
     if slices is None:
         return None
+    check_tensor(name, "slices", slices)
     if slices.dim() < 2 or slices.shape[-1] != head_dim or slices.shape[-2] == 0:
         raise ValueError(
             f"{name}: slices must have shape (L, head_dim) or (heads, L, head_dim) with head_dim "
@@ -206,6 +253,7 @@ def _slice_logits(
 ) -> Tensor | None:  # fmt: skip
     if logits is None:
         return None
+    check_tensor(name, "slice_logits", logits)
     if logits.dim() < 1 or logits.shape[-1] != count:
         raise ValueError(
             f"{name}: slice_logits must have shape (L,) or (heads, L) with one number for each of "
@@ -220,23 +268,31 @@ def _slice_logits(
         ) from None
 
 
+_IDENTITY = (
+    "a lower-triangular matrix whose rows and columns sum to one is the identity; causal models "
+    "keep softmax attention (espformer.nn.Softmax)"
+)
+
+
+def refuse_causal(name: str, is_causal: bool) -> None:
+    """Raises if attention is to be causal."""
+    if is_causal:
+        raise ValueError(f"{name}: causal attention is not possible: {_IDENTITY}")
+
+
 def _padding_only(
     name: str, attn_mask: Tensor | None, is_causal: bool, key: Tensor, key_mask: Tensor | None
 ) -> Tensor | None:
-    reason = (
-        "a lower-triangular matrix whose rows and columns sum to one is the identity; causal "
-        "models keep softmax attention (espformer.nn.Softmax)"
-    )
-    if is_causal:
-        raise ValueError(f"{name}: causal attention is not possible: {reason}")
+    refuse_causal(name, is_causal)
     if attn_mask is None:
         return key_mask
+    check_tensor(name, "attn_mask", attn_mask)
     padding = (*key.shape[:-3], 1, 1, key.shape[-2])
     if attn_mask.dtype != torch.bool or attn_mask.shape != padding or key_mask is not None:
         raise ValueError(
             f"{name}: attn_mask can only say which keys are padding: boolean, of shape {padding}, "
             f"without key_mask; got {attn_mask.dtype} {tuple(attn_mask.shape)}. Better pass "
-            f"key_mask (batch, tokens). Pairwise and causal masks are not possible: {reason}"
+            f"key_mask (batch, tokens). Pairwise and causal masks are not possible: {_IDENTITY}"
         )
     return attn_mask[..., 0, 0, :]
 

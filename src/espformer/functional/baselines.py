@@ -9,10 +9,17 @@ from types import ModuleType
 import torch.nn.functional as F
 from torch import Tensor
 
-from espformer.functional.arguments import one_of, runs_kernels, under_transforms
+from espformer.functional.arguments import (
+    are_nested,
+    check_tokens,
+    one_of,
+    refuse_causal,
+    runs_kernels,
+    under_transforms,
+)
 from espformer.ops.common.masks import resolve_masks, zero_padding
 from espformer.ops.common.packing import attend_nested, refuse_masks
-from espformer.ops.common.torch_internals import is_exporting
+from espformer.ops.common.torch_internals import is_recorded
 from espformer.ops.sinkhorn.torch import sinkhorn_matrix, sinkhorn_output
 
 __all__ = ["sinkhorn_attention", "sinkhorn_plan", "softmax_attention", "softmax_plan"]
@@ -57,7 +64,7 @@ def softmax_attention(
     References:
         Vaswani et al., Attention is all you need, NeurIPS 2017.
     """
-    _check_shapes("softmax_attention", query, key, value)
+    check_tokens("softmax_attention", query=query, key=key, value=value)
     query_mask, key_mask = resolve_masks("softmax_attention", query, key, query_mask, key_mask)
     pairs = None
     present = None if query_mask is None else query_mask.unsqueeze(-1)
@@ -102,7 +109,7 @@ def softmax_plan(
         >>> softmax_plan(q, k).sum(-1).allclose(torch.ones(1, 2, 3))
         True
     """
-    _check_shapes("softmax_plan", query, key)
+    check_tokens("softmax_plan", query=query, key=key)
     query_mask, key_mask = resolve_masks("softmax_plan", query, key, query_mask, key_mask)
     # Softmax is Sinkhorn's algorithm stopped after its first update.
     return sinkhorn_matrix(
@@ -127,6 +134,7 @@ def sinkhorn_attention(
     query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
     backend: str = "auto",
+    is_causal: bool = False,
 ) -> Tensor:
     r"""Doubly-stochastic attention by Sinkhorn's algorithm (Sinkformers).
 
@@ -153,6 +161,7 @@ def sinkhorn_attention(
             never form it: memory is linear in N) or ``"auto"``: triton on a GPU, otherwise torch.
             Cases that the kernels do not cover (float64, heads wider than 256) fall back to torch.
             Both backends differentiate through every update.
+        is_causal: True is an error: a causal doubly-stochastic matrix is the identity.
 
     Returns:
         ``(batch, heads, N, width)``; rows of masked queries are zero.
@@ -168,13 +177,14 @@ def sinkhorn_attention(
         Sander, Ablin, Blondel, Peyré, Sinkformers: Transformers with doubly stochastic attention,
         AISTATS 2022.
     """
-    if query.is_nested:
+    refuse_causal("sinkhorn_attention", is_causal)
+    if are_nested("sinkhorn_attention", query, key, value):
         refuse_masks("sinkhorn_attention", query_mask, key_mask)
         attention = partial(
             sinkhorn_attention, iterations=iterations, epsilon=epsilon, scale=scale, backend=backend
         )
         return attend_nested("sinkhorn_attention", attention, query, key, value)
-    _check_shapes("sinkhorn_attention", query, key, value)
+    check_tokens("sinkhorn_attention", query=query, key=key, value=value)
     check_sinkhorn("sinkhorn_attention", iterations, epsilon)
     query_mask, key_mask = resolve_masks("sinkhorn_attention", query, key, query_mask, key_mask)
     one_of("sinkhorn_attention", "backend", backend, SINKHORN_BACKENDS)
@@ -202,6 +212,7 @@ def sinkhorn_plan(
     scale: float | None = None,
     query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
+    is_causal: bool = False,
 ) -> Tensor:
     """The attention matrix of :func:`sinkhorn_attention`: in the limit, rows sum to one.
 
@@ -210,7 +221,8 @@ def sinkhorn_plan(
     Args:
         query: ``(batch, heads, N, head_dim)``.
         key: ``(batch, heads, M, head_dim)``.
-        iterations, epsilon, scale, query_mask, key_mask: as in :func:`sinkhorn_attention`.
+        iterations, epsilon, scale, query_mask, key_mask, is_causal: as in
+            :func:`sinkhorn_attention`.
 
     Returns:
         ``(batch, heads, N, M)`` in the dtype of `query`.
@@ -221,7 +233,8 @@ def sinkhorn_plan(
         >>> sinkhorn_plan(x, x, iterations=100).sum(-2).allclose(torch.ones(1, 2, 5))
         True
     """
-    _check_shapes("sinkhorn_plan", query, key)
+    check_tokens("sinkhorn_plan", query=query, key=key)
+    refuse_causal("sinkhorn_plan", is_causal)
     check_sinkhorn("sinkhorn_plan", iterations, epsilon)
     query_mask, key_mask = resolve_masks("sinkhorn_plan", query, key, query_mask, key_mask)
     return sinkhorn_matrix(
@@ -241,7 +254,7 @@ def _kernels(
     """The fused kernels, if they are requested or selected and support the problem."""
     on_gpu = query.device.type == "cuda"
     transformed = under_transforms(name, backend, "torch")
-    if backend == "torch" or (backend == "auto" and (not on_gpu or transformed or is_exporting())):
+    if backend == "torch" or (backend == "auto" and (not on_gpu or transformed or is_recorded())):
         return None
     runs_kernels(name, query, key, value)
     try:
@@ -269,18 +282,4 @@ def check_sinkhorn(name: str, iterations: int, epsilon: float) -> None:
         raise ValueError(
             f"{name}: epsilon must be > 0, got {epsilon} (a smaller epsilon is closer to a "
             "permutation; for an exact one use esp_attention with hard=True)"
-        )
-
-
-def _check_shapes(name: str, query: Tensor, key: Tensor, value: Tensor | None = None) -> None:
-    """Check that widths and lengths agree; the matrix product reports all other mistakes."""
-    if query.ndim < 2 or key.ndim < 2 or query.shape[-1] != key.shape[-1]:
-        raise ValueError(
-            f"{name}: query and key must be (batch, heads, tokens, head_dim) with the same "
-            f"head_dim, got {tuple(query.shape)} and {tuple(key.shape)}"
-        )
-    if value is not None and (value.ndim < 2 or value.shape[-2] != key.shape[-2]):
-        raise ValueError(
-            f"{name}: value must have one row for each key, got {tuple(value.shape)} for keys of "
-            f"shape {tuple(key.shape)}"
         )

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 import torch
 from torch import Tensor
 
 from espformer.functional.arguments import (
+    are_nested,
     flat,
     make_problem,
     one_of,
@@ -23,7 +24,7 @@ from espformer.ops.common.masks import zero_padding
 from espformer.ops.common.operators import PLAIN, without_autocast
 from espformer.ops.common.optional import how_to_install
 from espformer.ops.common.packing import attend_nested, refuse_masks
-from espformer.ops.common.torch_internals import has_dispatch_modes, is_exporting
+from espformer.ops.common.torch_internals import has_dispatch_modes, is_exporting, is_recorded
 from espformer.ops.esp import linear, reference
 from espformer.ops.esp.options import ESPOptions, Options, takes_options
 from espformer.ops.esp.problem import Problem
@@ -83,12 +84,13 @@ def esp_attention(
             CPU if numba is installed, otherwise linear. All compute the same attention.
             ``"auto"`` falls back to ``"linear"`` for cases that the Triton kernels do not cover
             (float64; heads wider than 256; hard sorting with averaged ties or N ≠ M; the
-            interpolated coupling), during export (``torch.export``, ONNX, ``torch.jit.trace``), for
-            tensor subclasses and under dispatch modes. Under ``torch.func`` (grad, vmap, jvp) it
-            uses the dense formula, because the hand-written gradients of the others do not support
-            these transforms. Under ``torch.compile`` the kernels are custom operators;
-            ``"linear"`` is traced for small problems of fixed size and is a custom operator
-            otherwise.
+            interpolated coupling), during export (``torch.export``, ONNX), and on CPUs for tensor
+            subclasses and under dispatch modes. It uses the dense formula under ``torch.func``
+            (grad, vmap, jvp), because the hand-written gradients of the others do not support
+            these transforms, and for soft attention under ``torch.jit.trace`` and in exports of
+            any length, because the linear-time soft sort has a graph for each length. Under
+            ``torch.compile`` the kernels are custom operators; ``"linear"`` is traced for small
+            problems of fixed size and is a custom operator otherwise.
         attn_mask: only for calls written for ``scaled_dot_product_attention``: a boolean padding
             mask over keys, ``(batch, 1, 1, M)``. Anything else is an error.
         is_causal: True is an error: a causal doubly-stochastic matrix is the identity.
@@ -112,7 +114,7 @@ def esp_attention(
         [3] Prillo & Eisenschlos, *SoftSort*, ICML 2020.
     """
     name = "esp_attention"
-    if query.is_nested:
+    if are_nested(name, query, key, value):
         refuse_masks(name, query_mask, key_mask, attn_mask)
         attention = partial(
             esp_attention, slices=slices, slice_logits=slice_logits, backend=backend,
@@ -135,7 +137,7 @@ def attend(name: str, problem: Problem, rows: Tensor, backend: str) -> Tensor:
     Rows of values, (batch, M, d), are zero where they are padding.
     """
     with without_autocast(rows.device):
-        module = pick_backend(name, backend, problem.query, problem.key, rows)
+        module = _backend_of(problem, name, backend, problem.query, problem.key, rows)
         return _run(module, problem, lambda b, p: b.attend(p, rows))
 
 
@@ -149,6 +151,7 @@ def esp_plan(
     query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
     backend: str = "auto",
+    is_causal: bool = False,
     **options: Unpack[Options],
 ) -> Tensor:
     """The attention matrix of :func:`esp_attention`, ``N · G``: for inspection, not for speed.
@@ -170,10 +173,10 @@ def esp_plan(
     name = "esp_plan"
     problem, lead = make_problem(
         name, query, key, None, options, slices=slices, slice_logits=slice_logits,
-        query_mask=query_mask, key_mask=key_mask,
+        query_mask=query_mask, key_mask=key_mask, is_causal=is_causal,
     )  # fmt: skip
     with without_autocast(query.device):
-        module = pick_backend(name, backend, query, key)
+        module = _backend_of(problem, name, backend, query, key)
         plan = _run(module, problem, lambda b, p: b.plan(p))
     return plan.to(query.dtype).view(*lead, *plan.shape[-2:])
 
@@ -211,11 +214,44 @@ def pass_through(soft: Tensor, hard: Tensor, share: float = 1.0) -> Tensor:
     return out
 
 
+def _backend_of(problem: Problem, name: str, backend: str, *tokens: Tensor) -> ModuleType:
+    """The module of a backend, for this problem.
+
+    A soft sort in linear time cuts the sequence into chunks, so its graph has one length, and
+    ``torch.jit.trace`` cannot record its gradient. There ``"auto"`` selects the dense formula.
+    """
+    module = pick_backend(name, backend, *tokens)
+    if module is linear and not problem.options.hard and is_recorded():
+        if backend == "auto" and not (is_exporting() and _has_one_length(problem)):
+            return reference
+        if not is_exporting():
+            _refuse_tracing(name, backend)
+    return module
+
+
+def _has_one_length(problem: Problem) -> bool:
+    """Whether the graph that is exported is for these numbers of tokens only."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # slow: imports sympy
+
+    return all(has_static_value(x.shape[-2]) for x in (problem.query, problem.key))
+
+
+def _refuse_tracing(name: str, backend: str) -> NoReturn:
+    raise ValueError(
+        f'{name}: torch.jit.trace cannot record backend="{backend}"; pass backend="auto" or "dense"'
+    )
+
+
 def pick_backend(name: str, backend: str, *tokens: Tensor) -> ModuleType:
     """The module of a backend; :func:`esp_attention` says which one `"auto"` selects."""
     one_of(name, "backend", backend, BACKENDS)
     if under_transforms(name, backend, "dense") or backend == "dense":
         return reference
+    if is_recorded():
+        if backend in ("cpu", "triton") and not is_exporting():  # results would be constants
+            _refuse_tracing(name, backend)
+        if backend == "auto":
+            return linear
     device = tokens[0].device.type
     if backend == "cpu":
         return _cpu_kernels(name, device)
@@ -247,13 +283,11 @@ def pick_backend(name: str, backend: str, *tokens: Tensor) -> ModuleType:
 def _takes_kernels(*tokens: Tensor) -> bool:
     """Whether a compiled kernel may run.
 
-    An exported program must run without this library, and tensor subclasses and dispatch modes
-    support torch's own operators only.
+    Tensor subclasses and dispatch modes support torch's own operators only.
     """
     if torch.compiler.is_compiling():
-        return not is_exporting()
-    plain = all(type(x) in PLAIN for x in tokens)
-    return plain and not torch.jit.is_tracing() and not has_dispatch_modes()
+        return True
+    return all(type(x) in PLAIN for x in tokens) and not has_dispatch_modes()
 
 
 def _cpu_kernels(name: str, device: str) -> ModuleType:

@@ -13,6 +13,7 @@ from typing import Unpack
 
 from torch import Tensor
 
+from espformer.functional.arguments import check_tensor, refuse_causal
 from espformer.functional.baselines import sinkhorn_attention
 from espformer.functional.esp import esp_attention
 from espformer.ops.common.packing import Packing
@@ -32,6 +33,7 @@ def esp_attention_varlen(
     slices: Tensor | None = None,
     slice_logits: Tensor | None = None,
     backend: str = "auto",
+    is_causal: bool = False,
     **options: Unpack[Options],
 ) -> Tensor:
     """:func:`espformer.esp_attention` of packed sequences, each on its own.
@@ -48,7 +50,7 @@ def esp_attention_varlen(
             ``(sequences + 1,)``, starting with 0. Sequences may be empty.
         cu_seqlens_k: the same for the keys; `cu_seqlens_q` by default. A query without keys gets
             zeros.
-        slices, slice_logits, backend: as in :func:`espformer.esp_attention`.
+        slices, slice_logits, backend, is_causal: as in :func:`espformer.esp_attention`.
         {options}
 
     Returns:
@@ -70,7 +72,7 @@ def esp_attention_varlen(
             f"{name}: sort_temperature of shape {tuple(t.shape)} has one temperature per sequence; "
             "for packed sequences it is a number, or (heads,)"
         )
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, device=query.device, name=name)
+    packing = _packing(name, query, key, value, cu_seqlens_q, cu_seqlens_k, is_causal)
     attention = partial(
         esp_attention, slices=slices, slice_logits=slice_logits, backend=backend, **options
     )
@@ -88,6 +90,7 @@ def sinkhorn_attention_varlen(
     epsilon: float = 1.0,
     scale: float | None = None,
     backend: str = "auto",
+    is_causal: bool = False,
 ) -> Tensor:
     """:func:`espformer.sinkhorn_attention` of packed sequences, each on its own.
 
@@ -96,7 +99,7 @@ def sinkhorn_attention_varlen(
         key: ``(tokens of keys, heads, head_dim)``.
         value: ``(tokens of keys, heads, width)``.
         cu_seqlens_q, cu_seqlens_k: as in :func:`espformer.esp_attention_varlen`.
-        iterations, epsilon, scale, backend: as in :func:`espformer.sinkhorn_attention`.
+        iterations, epsilon, scale, backend, is_causal: as in :func:`espformer.sinkhorn_attention`.
 
     Returns:
         ``(tokens of queries, heads, width)``.
@@ -108,8 +111,19 @@ def sinkhorn_attention_varlen(
         torch.Size([7, 2, 8])
     """
     name = "sinkhorn_attention_varlen"
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, device=query.device, name=name)
+    packing = _packing(name, query, key, value, cu_seqlens_q, cu_seqlens_k, is_causal)
     attention = partial(
         sinkhorn_attention, iterations=iterations, epsilon=epsilon, scale=scale, backend=backend
     )
     return packing.attend(attention, query, key, value)
+
+
+def _packing(
+    name: str, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor | Sequence[int],
+    cu_seqlens_k: Tensor | Sequence[int] | None, is_causal: bool,
+) -> Packing:  # fmt: skip
+    """The boundaries of the sequences; raises for what no attention could compute."""
+    for label, x in {"query": query, "key": key, "value": value}.items():
+        check_tensor(name, label, x)
+    refuse_causal(name, is_causal)
+    return Packing(cu_seqlens_q, cu_seqlens_k, device=query.device, name=name)

@@ -207,8 +207,9 @@ def masked_mean(x: Tensor, mask: Tensor | None) -> Tensor:
     """
     if mask is None:
         return x.mean(-2)
-    total = x.masked_fill(~mask.unsqueeze(-1), 0).sum(-2)
-    return total / mask.sum(-1, keepdim=True).clamp(min=1)
+    wide = torch.promote_types(x.dtype, torch.float32)  # a sum of float16 may overflow
+    total = x.masked_fill(~mask.unsqueeze(-1), 0).sum(-2, dtype=wide)
+    return (total / mask.sum(-1, keepdim=True).clamp(min=1)).to(x.dtype)
 
 
 def masked_max(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,7 +1,9 @@
 """Attention to all tokens alike: the control of every comparison of attentions."""
 
+import torch
 from torch import Tensor
 
+from espformer.functional.arguments import check_tokens
 from espformer.nn.mechanisms import Mechanism
 from espformer.ops.common.masks import resolve_masks, zero_padding
 
@@ -36,15 +38,11 @@ class Uniform(Mechanism):
         query_mask: Tensor | None = None,
         key_mask: Tensor | None = None,
     ) -> Tensor:
+        lead = check_tokens("Uniform", query=query, key=key, value=value)
         query_mask, key_mask = resolve_masks("Uniform", query, key, query_mask, key_mask)
-        value = zero_padding(value, key_mask)
-        if key_mask is None:
-            mean = value.mean(-2, keepdim=True)
-        else:
-            count = key_mask.sum(-1).clamp(min=1).to(value.dtype)[..., None, None]
-            mean = value.sum(-2, keepdim=True) / count
-        output = mean.expand(*mean.shape[:-2], query.shape[-2], mean.shape[-1])
-        return zero_padding(output, query_mask)
+        total = zero_padding(value, key_mask).sum(-2, keepdim=True, dtype=_wide(value))
+        mean = (total / _count(key, key_mask)).to(value.dtype)
+        return zero_padding(mean.expand(*lead, query.shape[-2], -1), query_mask)
 
     def matrix(
         self,
@@ -55,10 +53,18 @@ class Uniform(Mechanism):
         key_mask: Tensor | None = None,
     ) -> Tensor:
         """One over the number of keys, in every entry of a key that takes part."""
+        lead = check_tokens("Uniform", query=query, key=key)
         query_mask, key_mask = resolve_masks("Uniform", query, key, query_mask, key_mask)
-        weight = key.new_ones(key.shape[:-1])
-        if key_mask is not None:
-            weight = weight * key_mask
-        weight = weight / weight.sum(-1, keepdim=True).clamp(min=1)
-        matrix = weight[..., None, :].expand(*query.shape[:-1], key.shape[-2])
-        return zero_padding(matrix, query_mask)
+        row = zero_padding(torch.ones_like(key[..., :1], dtype=_wide(key)), key_mask).mT
+        row = (row / _count(key, key_mask)).to(query.dtype)
+        return zero_padding(row.expand(*lead, query.shape[-2], -1), query_mask)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The dtype of sums: in float16 they may overflow."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _count(key: Tensor, key_mask: Tensor | None) -> int | Tensor:
+    """The number of keys that take part, at least 1."""
+    return key.shape[-2] if key_mask is None else key_mask.sum(-1).clamp(min=1)[..., None, None]

@@ -7,7 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from espformer.functional.arguments import one_of
+from espformer.functional.arguments import check_tensor, one_of
 from espformer.functional.esp import pass_through
 from espformer.sorting.rows import SoftSort, SortOptions, prepare
 
@@ -82,9 +82,9 @@ def spearman(x: Tensor, y: Tensor, *, dim: int = -1, **options: Unpack[SortOptio
         >>> spearman(x, x.exp(), hard=True), spearman(x, -x, hard=True)
         (tensor(1.), tensor(-1.))
     """
-    x, y = _broadcast("spearman", x, y)
+    x, y = _broadcast("spearman", x=x, y=y)
     a = prepare("spearman", x, dim, False, **options)
-    b = prepare("spearman", y, dim, False, **options)
+    b = prepare("spearman", y, dim, False, "y", **options)
     return _correlation(ranks(a), ranks(b), a).view(a.lead)
 
 
@@ -103,7 +103,8 @@ def spearman_loss(
 
     Args:
         prediction: scores of the model, ranked softly.
-        target: ground truth, ranked exactly with averaged ties; it gets no gradient.
+        target: ground truth, of any real dtype, such as integer grades: ranked exactly with
+            averaged ties; it gets no gradient.
         dim: the dimension to rank along; the other dimensions are batch dimensions.
         reduction: ``"mean"`` or ``"sum"`` over the batch, or ``"none"``.
         options: those of :func:`soft_sort`.
@@ -123,26 +124,32 @@ def spearman_loss(
     """
     name = "spearman_loss"
     one_of(name, "reduction", reduction, REDUCTIONS)
-    prediction, target = _broadcast(name, prediction, target)
-    soft = prepare(name, prediction, dim, False, **options)
+    prediction, target = _broadcast(name, prediction=prediction, target=target)
+    soft = prepare(name, prediction, dim, False, "prediction", **options)
     exact: SortOptions = {**options, "hard": True}
-    true = prepare(name, target.detach(), dim, False, **exact)
-    loss = 1 - _correlation(ranks(soft), ranks(true), soft).view(soft.lead)
+    grades = not (target.is_floating_point() or target.is_complex())
+    # float32 does not tell all integers apart; their ranks it does.
+    numbers = target.double() if grades else target.detach()
+    true = ranks(prepare(name, numbers, dim, False, "target", **exact))
+    true = true.to(soft.numbers.dtype) if grades else true
+    loss = 1 - _correlation(ranks(soft), true, soft).view(soft.lead)
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
-def _broadcast(name: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    for label, tensor in (("first", x), ("second", y)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"{name}: the {label} argument must be a torch.Tensor, got "
-                f"{type(tensor).__name__}; convert it with torch.as_tensor"
-            )
+def _broadcast(name: str, **pair: Tensor) -> tuple[Tensor, Tensor]:
+    """Two tensors, by the caller's names for them, in one shape."""
+    (one, x), (other, y) = pair.items()
+    for label, tensor in pair.items():
+        check_tensor(name, label, tensor)
+    if x.device != y.device:
+        raise ValueError(
+            f"{name}: {one} is on {x.device} but {other} on {y.device}; use one device"
+        )
     try:
         x, y = torch.broadcast_tensors(x, y)
     except RuntimeError:
         raise ValueError(
-            f"{name}: shapes do not agree: {tuple(x.shape)} and {tuple(y.shape)}"
+            f"{name}: shapes do not agree: {one} {tuple(x.shape)} and {other} {tuple(y.shape)}"
         ) from None
     return x, y
 

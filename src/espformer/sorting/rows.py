@@ -18,7 +18,12 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from espformer.functional.arguments import flat_temperature, one_of
+from espformer.functional.arguments import (
+    check_tensor,
+    flat_temperature,
+    one_of,
+    refuse_unknown,
+)
 from espformer.functional.esp import attend, pick_backend, straight_through
 from espformer.ops.common.masks import zero_padding
 from espformer.ops.common.operators import without_autocast
@@ -223,6 +228,8 @@ def prepare(
     x: Tensor,
     dim: int,
     descending: bool,
+    label: str = "x",
+    /,
     *,
     temperature: float | Tensor = 0.1,
     unit: str = "spread",
@@ -232,8 +239,13 @@ def prepare(
     hard: bool = False,
     straight_through: bool | float = False,
     backend: str = "auto",
+    **unknown: Any,
 ) -> SoftSort:
-    """Check the arguments of a soft sort and bring them to rows: a :class:`SoftSort`."""
+    """Check the arguments of a soft sort and bring them to rows: a :class:`SoftSort`.
+
+    `label` is what the caller `name` calls x, for error messages.
+    """
+    refuse_unknown(name, unknown, SortOptions.__annotations__)
     one_of(name, "unit", unit, UNITS)
     one = 1.0 if isinstance(temperature, Tensor) else temperature
     chosen = name, one, metric, balance, hard, straight_through
@@ -241,8 +253,8 @@ def prepare(
         options = (_options if torch.compiler.is_compiling() else _known_options)(*chosen)
     except TypeError:  # a value that cannot be hashed is never valid: raise the usual error
         options = _options(*chosen)
-    dim = _check_numbers(name, x, dim)
-    mask = _check_mask(name, x, mask)
+    dim = _check_numbers(name, label, x, dim)
+    mask = _check_mask(name, label, x, mask)
 
     rows = _moved(x, dim, x.dim() - 1)
     lead, dtype = rows.shape[:-1], torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -286,46 +298,45 @@ def _moved(x: Tensor, source: int, target: int) -> Tensor:
     return x if source == target else x.movedim(source, target)
 
 
-def _check_numbers(name: str, x: Tensor, dim: int) -> int:
+def _check_numbers(name: str, label: str, x: Tensor, dim: int) -> int:
     """The dimension to sort along, counted from the front."""
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"{name}: x must be a torch.Tensor, got {type(x).__name__}; convert it with "
-            "torch.as_tensor"
-        )
+    check_tensor(name, label, x)
     if not x.is_floating_point():
         raise ValueError(
-            f"{name}: x must hold floating-point numbers, got {x.dtype}; pass x.float()"
+            f"{name}: {label} must hold floating-point numbers, got {x.dtype}; pass {label}.float()"
         )
     if x.dim() == 0:
-        raise ValueError(f"{name}: x must have at least one dimension, got a single number")
+        raise ValueError(f"{name}: {label} must have at least one dimension, got a single number")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(
-            f"{name}: dim must be in [{-x.dim()}, {x.dim() - 1}] for x of shape {tuple(x.shape)}, "
-            f"got {dim}"
+            f"{name}: dim must be in [{-x.dim()}, {x.dim() - 1}] for {label} of shape "
+            f"{tuple(x.shape)}, got {dim}"
         )
     if x.shape[dim] == 0:
         raise ValueError(
-            f"{name}: x of shape {tuple(x.shape)} has no numbers along dim {dim}; at least one is "
-            "needed (for an empty row, mask its numbers)"
+            f"{name}: {label} of shape {tuple(x.shape)} has no numbers along dim {dim}; at least "
+            "one is needed (for an empty row, mask its numbers)"
         )
     return dim % x.dim()
 
 
-def _check_mask(name: str, x: Tensor, mask: Tensor | None) -> Tensor | None:
+def _check_mask(name: str, label: str, x: Tensor, mask: Tensor | None) -> Tensor | None:
     if mask is None:
         return None
+    check_tensor(name, "mask", mask)
     if mask.dtype != torch.bool:
         raise ValueError(
             f"{name}: mask must be boolean (True = takes part), got {mask.dtype}; for a mask of 0 "
             "and 1 pass mask.bool()"
         )
     if mask.device != x.device:
-        raise ValueError(f"{name}: mask is on {mask.device} but x on {x.device}; use one device")
+        raise ValueError(
+            f"{name}: mask is on {mask.device} but {label} on {x.device}; use one device"
+        )
     try:
         return mask.expand(x.shape)
     except RuntimeError:
         raise ValueError(
-            f"{name}: mask of shape {tuple(mask.shape)} does not broadcast to x of shape "
-            f"{tuple(x.shape)}"
+            f"{name}: mask of shape {tuple(mask.shape)} does not broadcast to {label} of "
+            f"shape {tuple(x.shape)}"
         ) from None

@@ -7,6 +7,8 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from espformer.functional.arguments import is_integer
+from espformer.ops.common.torch_internals import can_read
 from espformer.sorting.rows import SortOptions, prepare
 
 
@@ -74,7 +76,7 @@ def _quantile(
     found = torch.lerp(
         ascending.gather(-1, below.long()), ascending.gather(-1, above.long()), place - below
     )
-    found = found.to(x.dtype).mT.reshape(-1, *sort.lead)
+    found = found.to(x.dtype).mT.reshape(found.shape[-1], *sort.lead)
     if keepdim:
         found = found.unsqueeze(sort.dim + 1)
     return found if isinstance(q, Tensor) and q.dim() else found.squeeze(0)
@@ -88,7 +90,7 @@ def _check_share(name: str, q: float | Tensor, numbers: Tensor) -> Tensor:
         )
     given = q if isinstance(q, Tensor) else torch.tensor(q, dtype=torch.float64)
     # Values on a GPU are not checked: reading them would synchronise the device.
-    looked_at = given.device.type == "cpu" and not torch.compiler.is_compiling()
+    looked_at = given.device.type == "cpu" and can_read(given)
     if looked_at and not bool(((given >= 0) & (given <= 1)).all()):
         raise ValueError(f"{name}: q must be in [0, 1], got {q}")
     return given.to(numbers).reshape(1, -1)
@@ -124,9 +126,10 @@ def soft_topk(
     """
     balanced: SortOptions = {"balance": "both", **options}
     sort = prepare("soft_topk", x, dim, largest, **balanced)
-    if not 1 <= k <= sort.count:
+    if not is_integer(k) or not 1 <= k <= sort.count:
         raise ValueError(
-            f"soft_topk: k must be from 1 to {sort.count}, the numbers along dim {dim}, got {k}"
+            f"soft_topk: k must be an integer from 1 to {sort.count}, the numbers along dim {dim}, "
+            f"got {k}"
         )
     chosen = (sort.positions < k).to(sort.numbers.dtype).expand_as(sort.numbers)
     weights = sort.unsort(chosen.unsqueeze(-1))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from espformer.functional.arguments import make_problem
+from espformer.functional.arguments import check_tokens, is_integer, make_problem
+from espformer.ops.common.masks import resolve_masks
+from espformer.ops.common.operators import without_autocast
+from espformer.ops.common.torch_internals import is_exporting
 from espformer.ops.esp import linear
 from espformer.ops.esp.coupling import couple
 from espformer.ops.esp.options import Options
@@ -68,8 +73,9 @@ def sliced_wasserstein(
     name = "sliced_wasserstein"
     if not p >= 1:
         raise ValueError(f"{name}: p must be at least 1, got {p}")
-    problem, lead = _problem(name, x, y, slices, x_mask, y_mask)
-    q, k = problem.projections()
+    problem, lead = _problem(name, x, y, slices, x_mask=x_mask, y_mask=y_mask)
+    with without_autocast(x.device):
+        q, k = problem.projections()
     a, b = linear.sort_tokens(q, problem.query_mask), linear.sort_tokens(k, problem.key_mask)
     if q.shape == k.shape and x_mask is None and y_mask is None:
         powers = (a.points - b.points).abs().pow(p).mean((-2, -1))
@@ -119,36 +125,72 @@ def sliced_plan(
         (True, torch.Size([5, 8]))
     """
     name = "sliced_plan"
-    if x.shape[-2:] != y.shape[-2:]:
+    problem, lead = _problem(name, x, y, slices, mask=mask)
+    if x.shape[-2] != y.shape[-2]:
         raise ValueError(
-            f"{name}: x and y must have equally many points of the same width, got "
-            f"{tuple(x.shape)} and {tuple(y.shape)}; for other plans use espformer.esp_plan"
+            f"{name}: x and y must have equally many points, got {tuple(x.shape)} and "
+            f"{tuple(y.shape)}; for other plans use espformer.esp_plan"
         )
-    problem, lead = _problem(name, x, y, slices, mask, mask)
-    q, k = (side.detach() for side in problem.projections())
+    with without_autocast(x.device):
+        q, k = (side.detach() for side in problem.projections())
     queries = linear.rank_tokens(q, problem.query_mask)
     keys = linear.rank_tokens(k, problem.key_mask)
     matches = keys.order.gather(-1, queries.ranks)
-    cost = linear.slice_costs(
-        problem.query, problem.key, queries, keys, problem.inv_bandwidth(), None, problem
-    )
-    cost = (cost + problem.nonfinite_marker().unsqueeze(-1)).clamp(min=0).to(x.dtype)
-    return SlicedPlan(matches.view(*lead, *matches.shape[1:]), cost.view(*lead, -1))
+    # Padding holds zeros and is matched with padding, so it costs nothing.
+    cost = _costs(problem.query, problem.key, matches) / queries.lengths.clamp(min=1).unsqueeze(-1)
+    cost = (cost + problem.nonfinite_marker().unsqueeze(-1)).to(x.dtype)
+    return SlicedPlan(matches.view(*lead, *matches.shape[1:]), cost.view(*lead, cost.shape[-1]))
+
+
+def _costs(x: Tensor, y: Tensor, matches: Tensor) -> Tensor:
+    """``Σ_i ‖x[i] - y[matches[l, i]]‖²`` of clouds (batch, N, m): (batch, L), in groups of slices.
+
+    A sum of squares keeps its digits where clouds are close to each other and far from zero.
+    """
+
+    def group(x: Tensor, y: Tensor, matches: Tensor) -> Tensor:
+        slices, width = matches.shape[1], y.shape[-1]
+        index = matches.unsqueeze(-1).expand(-1, -1, -1, width)
+        matched = y.unsqueeze(1).expand(-1, slices, -1, -1).gather(-2, index)
+        return (x.unsqueeze(1) - matched).square().sum((-2, -1))
+
+    if is_exporting():  # a graph serves all sizes, so its groups cannot depend on them
+        return group(x, y, matches)
+    parts = matches.split(max(1, linear.GROUP_ELEMENTS // max(1, x.numel())), 1)
+    if len(parts) > 1:  # the backward pass recomputes a group, too
+        group = partial(checkpoint, group, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([group(x, y, part) for part in parts], 1)
 
 
 def _problem(
-    name: str, x: Tensor, y: Tensor, slices: int | Tensor, x_mask: Tensor | None,
-    y_mask: Tensor | None,
-) -> tuple[Problem, torch.Size]:  # fmt: skip
-    """Hard attention between the points, whose projections are sorted."""
+    name: str, x: Tensor, y: Tensor, slices: int | Tensor, **masks: Tensor | None
+) -> tuple[Problem, torch.Size]:
+    """Hard attention between the points, whose projections are sorted.
+
+    The masks are one of each cloud, or one for both, by the caller's names.
+    """
+    check_tokens(name, ("batch", "points", "width"), x=x, y=y)
+    width = x.shape[-1]
     if not isinstance(slices, Tensor):
-        if slices < 1:
-            raise ValueError(f"{name}: slices must be at least 1, got {slices}")
-        drawn = torch.randn(slices, x.shape[-1], device=x.device, dtype=torch.float32)
+        if not is_integer(slices) or slices < 1:
+            raise ValueError(
+                f"{name}: slices must be an integer of at least 1, or a tensor of directions, "
+                f"(L, {width}), got {slices}"
+            )
+        drawn = torch.randn(slices, width, device=x.device, dtype=torch.float32)
         slices = torch.nn.functional.normalize(drawn, dim=-1)
+    elif slices.dim() < 2 or slices.shape[-1] != width:
+        raise ValueError(
+            f"{name}: slices must have shape (L, {width}) for points of that width, got "
+            f"{tuple(slices.shape)}"
+        )
+    (one, x_mask), (other, y_mask) = tuple(masks.items()) * (3 - len(masks))
+    if x_mask is None and y_mask is not None:  # alone it would mask both, as in self-attention
+        x_mask = x.new_ones(x.shape[:-1], dtype=torch.bool)
+    query_mask, key_mask = resolve_masks(name, x, y, x_mask, y_mask, (one, other))
     options: Options = {"hard": True, "scale": 1.0}
     problem, lead = make_problem(
-        name, x, y, None, options, slices=slices, slice_logits=None, query_mask=x_mask,
-        key_mask=y_mask,
+        name, x, y, None, options, slices=slices, slice_logits=None, query_mask=query_mask,
+        key_mask=key_mask,
     )  # fmt: skip
     return problem.scaled(), lead

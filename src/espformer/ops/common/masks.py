@@ -17,6 +17,7 @@ def resolve_masks(
     key: Tensor,
     query_mask: Tensor | None,
     key_mask: Tensor | None,
+    labels: tuple[str, str] = ("query_mask", "key_mask"),
 ) -> tuple[Tensor | None, Tensor | None]:
     """Check the padding masks of an attention call and bring them to broadcastable shapes.
 
@@ -35,11 +36,13 @@ def resolve_masks(
         key: keys, ``(batch, heads, M, head_dim)``.
         query_mask: which queries take part, or None for all of them.
         key_mask: which keys take part, or None for all of them.
+        labels: what the caller calls the two masks, for the error messages.
 
     Returns:
         The two masks, broadcastable to ``query.shape[:-1]`` and ``key.shape[:-1]``, or None.
 
     Raises:
+        TypeError: a mask that is not a tensor.
         ValueError: a mask that is not boolean, not of one of those shapes, or on another device.
 
     Example:
@@ -53,9 +56,9 @@ def resolve_masks(
     """
     shared = query_mask is None or query_mask is key_mask
     if query_mask is not None:
-        query_mask = _resolve(name, "query_mask", query_mask, query, key)
+        query_mask = _resolve(name, labels[0], query_mask, query, key)
     if key_mask is not None:
-        key_mask = _resolve(name, "key_mask", key_mask, key, query)
+        key_mask = _resolve(name, labels[1], key_mask, key, query)
         if shared and query.shape[-2] == key.shape[-2]:
             query_mask = key_mask
     return query_mask, key_mask
@@ -81,6 +84,11 @@ def zero_padding(tokens: Tensor, mask: Tensor | None) -> Tensor:
 
 def _resolve(name: str, argument: str, mask: Tensor, tokens: Tensor, others: Tensor) -> Tensor:
     """One mask over `tokens`, brought to a shape broadcastable to ``tokens.shape[:-1]``."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(
+            f"{name}: {argument} must be a torch.Tensor, got {type(mask).__name__}; convert it "
+            "with torch.as_tensor"
+        )
     full = tokens.shape[:-1]
     per_sequence = tokens.shape[:-3] + full[-1:]
     # The shape that this function returns, so that it also accepts a resolved mask.
@@ -90,7 +98,8 @@ def _resolve(name: str, argument: str, mask: Tensor, tokens: Tensor, others: Ten
         accepted = " or ".join(str(tuple(shape)) for shape in dict.fromkeys((per_sequence, full)))
         pair = (tokens.shape[-2], others.shape[-2])
         pair = pair if argument == "query_mask" else pair[::-1]
-        if mask.ndim >= 2 and mask.shape[-2:] == pair:
+        attends = argument in ("query_mask", "key_mask")
+        if attends and mask.ndim >= 2 and mask.shape[-2:] == pair:
             raise ValueError(
                 f"{name}: {argument} of shape {tuple(mask.shape)} masks (query, key) pairs, but "
                 "only padding can be masked: a causal matrix that is doubly stochastic is the "

@@ -21,13 +21,16 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 UNCHANGED: AbstractContextManager[None] = nullcontext()
 
 
+def has_autocast(device: torch.device) -> bool:
+    """Whether autocast is on; never for devices that do not know it, such as "meta"."""
+    kind = device.type
+    known = kind in ("cuda", "cpu") or torch.amp.is_autocast_available(kind)
+    return known and torch.is_autocast_enabled(kind)
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Turns autocast off: operators choose their own dtypes, forward and backward."""
-    kind = device.type
-    known = kind in ("cuda", "cpu") or torch.amp.is_autocast_available(kind)  # not for "meta"
-    if known and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return UNCHANGED
+    return torch.autocast(device.type, enabled=False) if has_autocast(device) else UNCHANGED
 
 
 class _Refusal(torch.autograd.Function):

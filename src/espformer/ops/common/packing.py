@@ -118,7 +118,10 @@ class Packing:
             parts.append(group.queries.unpad(padded))
         found = sum(len(part) for part in parts)
         if found < len(query) or not parts:  # queries without a key, or no tokens at all
-            parts.append(value.new_zeros(len(query) - found, query.shape[1], value.shape[-1]))
+            zeros = value.new_zeros(len(query) - found, query.shape[1], value.shape[-1])
+            if not parts:  # sums of nothing give zeros a gradient, so that a training step can run
+                zeros = zeros + query[:0].sum() + key[:0].sum() + value[:0].sum()
+            parts.append(zeros)
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out if self._order is None else out.index_select(0, self._order)
 

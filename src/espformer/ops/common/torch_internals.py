@@ -16,6 +16,7 @@ __all__ = [
     "can_read",
     "has_dispatch_modes",
     "is_exporting",
+    "is_recorded",
     "is_transformed",
     "softmax_backward",
     "tree_leaves",
@@ -28,6 +29,11 @@ def is_exporting() -> bool:
     In torch 2.11, :func:`torch.compiler.is_exporting` is True in both.
     """
     return bool(torch.compiler._is_exporting_flag)
+
+
+def is_recorded() -> bool:
+    """In ``torch.export`` and ``torch.jit.trace``: graphs that run without this library."""
+    return is_exporting() or (not torch.compiler.is_compiling() and torch.jit.is_tracing())
 
 
 def has_dispatch_modes() -> bool:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from espformer.ops.common.masks import zero_padding
+from espformer.ops.common.operators import without_autocast
 
 __all__ = ["sinkhorn_matrix", "sinkhorn_normalize", "sinkhorn_output"]
 
@@ -124,7 +125,7 @@ def sinkhorn_matrix(
         torch.Size([2, 4, 5, 5])
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device):
         query = zero_padding(query, query_mask).to(dtype) * (scale / epsilon)
         key = zero_padding(key, key_mask).to(dtype)
         return sinkhorn_normalize(
@@ -163,7 +164,7 @@ def sinkhorn_output(
         query_mask=query_mask,
         key_mask=key_mask,
     )
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device):
         return matrix.to(value.dtype) @ zero_padding(value, key_mask)
 
 
