@@ -11,8 +11,10 @@ from espformer import (
     esp_plan,
     sinkhorn_attention,
     sinkhorn_attention_varlen,
+    sorting,
 )
 from espformer.functional import sinkhorn_plan, softmax_attention, softmax_plan
+from espformer.nn import Uniform
 from tests.compare import tokens
 
 QUERY, KEY, VALUE = (x.float() for x in tokens(2, 3, n=5, m=4))
@@ -385,3 +387,20 @@ def test_options_that_are_numbers_are_no_tensors():
     for option in ("inverse_temperature", "cost_exponent", "scale"):
         with pytest.raises(TypeError, match=f"{option} must be a number, not a tensor"):
             esp_attention(q, k, v, **{option: torch.tensor(1.0, requires_grad=True)})
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda x: esp_plan(None, x), "esp_plan: query must be a torch.Tensor"),
+        (lambda x: esp_attention(x, x, None), "esp_attention: value must be"),
+        (lambda x: sinkhorn_plan(x, None), "sinkhorn_plan: key must be"),
+        (lambda x: softmax_attention(x, None, x), "softmax_attention: key must be"),
+        (lambda x: Uniform()(x, x, None), "Uniform: value must be"),
+        (lambda x: sorting.sliced_plan(None, x), "sliced_plan: x must be"),
+        (lambda x: sorting.sliced_wasserstein(x, None), "sliced_wasserstein: y must be"),
+    ],
+)
+def test_none_is_no_tensor(call, expected):
+    with pytest.raises(TypeError, match=expected):
+        call(torch.randn(1, 2, 5, 3))

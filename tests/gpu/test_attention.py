@@ -1,5 +1,6 @@
 """The fused kernels on a GPU: 16-bit inputs, real sizes, every supported width."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,14 @@ pytest.importorskip("triton")
 launches = pytest.importorskip("espformer.ops.common.triton")
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_shapes() -> Iterator[None]:
+    """Tests change which kernels are chosen, which is worked out once for every shape."""
+    launches.forget()
+    yield
+    launches.forget()
 
 
 def relative_errors(
@@ -103,19 +112,36 @@ def test_widths(width: int, dtype: torch.dtype, metric: str) -> None:
     ("queries", "keys", "width"),
     [(197, 197, 8), (64, 64, 16), (65, 65, 12), (17, 17, 8), (100, 150, 4), (150, 100, 16)],
 )
-@pytest.mark.parametrize("kind", ["narrow", "short"])
 def test_narrow_rows(
-    monkeypatch: pytest.MonkeyPatch, kind: str, queries: int, keys: int, width: int,
-    options: dict[str, Any],
-) -> None:  # fmt: skip
-    """Recurrences from rank to rank, or in registers, which are meant for more slices than a test
-    has.
-    """
-    monkeypatch.setattr(f"espformer.ops.esp.triton.{kind}_plan.LEAST_PAIRS", 1)
-    launches.forget()
+    monkeypatch: pytest.MonkeyPatch, queries: int, keys: int, width: int, options: dict[str, Any]
+) -> None:
+    """Recurrences from rank to rank, which are meant for more slices than a test has."""
+    monkeypatch.setattr("espformer.ops.esp.triton.narrow_plan.LEAST_PAIRS", 1)
     for dtype in (torch.bfloat16, torch.float16):
         errors = relative_errors(dtype, queries, keys, width, "dense", **options)
         assert max(errors.values()) <= TOLERANCE[dtype], errors
+
+
+@pytest.mark.parametrize("t", [0.3, 1e-3])
+@pytest.mark.parametrize(("tokens", "width"), [(197, 8), (64, 16), (100, 4), (17, 8), (256, 16)])
+def test_short_narrow_rows(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, width: int, t: float
+) -> None:
+    """Sequences and columns in registers, meant for more slices than a test has."""
+    kernels = pytest.importorskip("espformer.ops.esp.triton.short_plan").ShortPlanKernels
+    apply, launched = kernels._apply, []
+
+    def counted(*args: Any) -> None:
+        launched.append(args)
+        apply(*args)
+
+    monkeypatch.setattr(kernels, "_apply", counted)
+    monkeypatch.setattr("espformer.ops.esp.triton.short_plan.LEAST_PAIRS", 1)
+    monkeypatch.setattr("espformer.ops.esp.triton.short_columns.LEAST_PAIRS", 1)
+    for dtype in (torch.bfloat16, torch.float16):
+        errors = relative_errors(dtype, tokens, tokens, width, "dense", sort_temperature=t)
+        assert max(errors.values()) <= TOLERANCE[dtype], errors
+    assert len(launched) == 6  # rows, and the gradients of either side
 
 
 @pytest.mark.parametrize("metric", ["absolute", "squared"])

@@ -220,6 +220,29 @@ def test_a_bias_on_scores_is_not_padding():
 
 
 @torch.no_grad()
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_traced_calls_are_checked_and_decided_like_others():
+    layer = nn.MultiheadAttention(8, 2, batch_first=True).requires_grad_(False)
+    espformer.convert(layer, ESP(backend="dense"))
+    x, padding = torch.randn(2, 5, 8), torch.zeros(2, 5)
+
+    def attend(x, padding):
+        return layer(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+
+    padding[:, 4] = -1.5
+    with pytest.raises(ValueError, match="holds numbers other than 0 and -inf"):
+        torch.jit.trace(attend, (x, padding), check_trace=False)
+    padding[:, 4] = -torch.inf
+    traced = torch.jit.trace(attend, (x, padding), check_trace=False)
+    torch.testing.assert_close(traced(x, padding), attend(x, padding))
+
+    def attend_copies(x, padding):  # self-attention, as their values say
+        return layer(x + 1, x + 1, x, key_padding_mask=padding, need_weights=False)[0]
+
+    traced = torch.jit.trace(attend_copies, (x, padding), check_trace=False)
+    torch.testing.assert_close(traced(x, padding), attend_copies(x, padding))
+
+
 def test_finite_padding_in_torch_nn():
     module = espformer.convert(nn.MultiheadAttention(12, 3, batch_first=True), ESP())
     x = torch.randn(3, 7, 12)

@@ -232,3 +232,11 @@ def test_mistakes_are_named_and_change_nothing(model, change, message):
         change(model)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+def test_settings_are_copied_between_models_of_one_kind_only():
+    learnt, constant = (Attention(8, 2, ESP(learn_temperature=x)) for x in (True, False))
+    before = get_sort_temperatures(constant)
+    with pytest.raises(ValueError, match="learnt in one model and not in the other"):
+        copy_sort_settings(learnt, constant)
+    assert get_sort_temperatures(constant) == before

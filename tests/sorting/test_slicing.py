@@ -182,3 +182,15 @@ def test_errors_speak_of_points(function):
         said = str(caught.value)
         assert said.startswith(f"{function.__name__}: ")
         assert not any(word in said for word in ("query", "key", "head")), said
+
+
+def test_costs_in_groups_under_torch_func(monkeypatch):
+    x, y = torch.randn(2, 20, 3, dtype=torch.float64)
+    slices = torch.randn(7, 3, dtype=torch.float64)
+
+    def total(x):
+        return sliced_plan(x, y, slices=slices).cost.sum()
+
+    whole = torch.func.grad(total)(x)
+    monkeypatch.setattr(linear, "GROUP_ELEMENTS", 3 * x.numel())
+    torch.testing.assert_close(torch.func.grad(total)(x), whole)

@@ -35,7 +35,10 @@ def make_problem(
     is_causal: bool = False,
 ) -> tuple[Problem, torch.Size]:
     """The arguments as a checked :class:`Problem`, and the leading dimensions of the call."""
-    lead = check_tokens(name, query=query, key=key, value=value)
+    if value is None:
+        lead = check_tokens(name, query=query, key=key)
+    else:
+        lead = check_tokens(name, query=query, key=key, value=value)
     chosen = _chosen(name, options, query.shape[-1])
     key_mask = _padding_only(name, attn_mask, is_causal, key, key_mask)
     query_mask, key_mask = resolve_masks(name, query, key, query_mask, key_mask)
@@ -135,25 +138,25 @@ def are_nested(name: str, query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def is_integer(n: object) -> bool:
     """Whether this is an integer of Python, numpy or a compiler, whose sizes are symbols."""
-    return isinstance(n, (Integral, torch.SymInt))
+    return isinstance(n, (Integral, torch.SymInt)) and not isinstance(n, bool)
 
 
 def check_tokens(
     name: str,
     shape: tuple[str, ...] = ("batch", "heads", "tokens", "head_dim"),
-    **given: Tensor | None,
+    **tensors: Tensor,
 ) -> torch.Size:
     """The leading dimensions of two clouds of tokens, and of a value for each token of the second.
 
     Args:
         name: the called function, for error messages.
         shape: what the caller calls the dimensions.
-        given: the tensors by the caller's names; None for no values.
+        tensors: two or three, by the caller's names.
     """
-    tensors = {label: x for label, x in given.items() if x is not None}
-    (one, first), (other, second), *values = tensors.items()
     for label, x in tensors.items():
         check_tensor(name, label, x)
+    (one, first), (other, second), *values = tensors.items()
+    for label, x in tensors.items():
         if x.is_nested:
             raise ValueError(
                 f"{name}: {label} is a nested tensor, which only esp_attention and "

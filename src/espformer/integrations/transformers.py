@@ -66,7 +66,7 @@ from espformer.integrations.transformers_places import (
     revert,
 )
 from espformer.nn import Mechanism
-from espformer.ops.common.torch_internals import can_read
+from espformer.ops.common.torch_internals import can_decide_by
 
 try:  # what transformers records of a forward; private, so it may be elsewhere one day
     from transformers.utils.output_capturing import _active_collector
@@ -280,7 +280,7 @@ def padding_mask(
         return None
     mask = attention_mask[:, -options["kv_length"] :].bool()
     # On a GPU it is not read: that would synchronise the device.
-    nothing = mask.device.type == "cpu" and can_read(mask) and bool(mask.all())
+    nothing = mask.device.type == "cpu" and can_decide_by(mask) and bool(mask.all())
     return None if nothing else mask
 
 
@@ -332,7 +332,9 @@ def _refuse_to_be_ignored() -> None:
         return
 
     @functools.wraps(accept)
-    def checked(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
+    def checked(
+        self: Any, requested_attention: str | None, is_init_check: bool = False, **others: Any
+    ) -> str:
         name = type(self).__name__
         if requested_attention == NAME and not self._can_set_attn_implementation():
             raise ValueError(
@@ -344,7 +346,7 @@ def _refuse_to_be_ignored() -> None:
             raise ValueError(
                 f"{name}: config.{NAME} says that the model was converted, but here it would be "
                 "built with softmax. Load a saved model with espformer.integrations.pretrained."
-                f"load_pretrained({name}, folder), copy a model with copy.deepcopy; then "
+                "load_pretrained and the class you want, copy a model with copy.deepcopy; then "
                 "espformer.revert gives softmax back. A new model needs a configuration of its "
                 "own, copied before the conversion"
             )
@@ -353,7 +355,7 @@ def _refuse_to_be_ignored() -> None:
                 f"{name}: config.{NAME} = {entry} has no effect without attn_implementation="
                 f'"{NAME}", which was not given; pass it, or attn_implementation="sdpa" for softmax'
             )
-        return str(accept(self, requested_attention, is_init_check))
+        return str(accept(self, requested_attention, is_init_check, **others))
 
     PreTrainedModel.get_correct_attn_implementation = checked
 

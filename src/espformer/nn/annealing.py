@@ -169,7 +169,7 @@ def copy_sort_settings(source: nn.Module, target: nn.Module) -> list[str]:
         target: a model of the same kind, such as its average.
 
     Returns:
-        The names of the mechanisms of `target` that were changed.
+        The names of the ESP mechanisms of `target`.
 
     Example:
         >>> from torch.optim.swa_utils import AveragedModel
@@ -190,6 +190,12 @@ def copy_sort_settings(source: nn.Module, target: nn.Module) -> list[str]:
             f"copy_sort_settings: this {type(source).__name__} has {len(given)} ESP mechanisms and "
             f"this {type(target).__name__} {len(taking)}; pass two models of the same kind"
         )
+    for (name, mechanism), (_, other) in zip(given, taking, strict=True):
+        if mechanism.learn_temperature != other.learn_temperature:
+            raise ValueError(
+                f"copy_sort_settings: the temperature of {name} is learnt in one model and not in "
+                "the other; pass two models of the same kind"
+            )
     for (_, mechanism), (_, other) in zip(given, taking, strict=True):
         other.set_extra_state(mechanism.get_extra_state())
     return [name for name, _ in taking]

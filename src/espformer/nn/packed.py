@@ -5,7 +5,7 @@ from torch import Tensor
 
 from espformer.nn.mechanisms import Wrapper
 from espformer.ops.common.packing import Packing, cumulative
-from espformer.ops.common.torch_internals import can_read, is_transformed
+from espformer.ops.common.torch_internals import can_decide_by, is_transformed
 
 __all__ = ["Packed"]
 
@@ -50,7 +50,7 @@ class Packed(Wrapper):
             for mask, shape in zip((query_mask, key_mask), tokens, strict=True)
         )
         given = [mask for mask in (query_mask, key_mask) if mask is not None]
-        if not given or not by_sequence or is_transformed() or not can_read(query, *given):
+        if not given or not by_sequence or is_transformed() or not can_decide_by(query, *given):
             return self.base(query, key, value, **masks)
         # If both masks are one tensor, they stay one: queries and keys have equal lengths.
         k_mask = _mask(key_mask, tokens[1], key)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from espformer.functional.arguments import check_tokens, is_integer, make_problem
 from espformer.ops.common.masks import resolve_masks
 from espformer.ops.common.operators import without_autocast
-from espformer.ops.common.torch_internals import is_exporting
+from espformer.ops.common.torch_internals import is_exporting, is_transformed
 from espformer.ops.esp import linear
 from espformer.ops.esp.coupling import couple
 from espformer.ops.esp.options import Options
@@ -73,7 +73,7 @@ def sliced_wasserstein(
     name = "sliced_wasserstein"
     if not p >= 1:
         raise ValueError(f"{name}: p must be at least 1, got {p}")
-    problem, lead = _problem(name, x, y, slices, x_mask=x_mask, y_mask=y_mask)
+    problem, lead = _problem(name, x, y, slices, x_mask, y_mask)
     with without_autocast(x.device):
         q, k = problem.projections()
     a, b = linear.sort_tokens(q, problem.query_mask), linear.sort_tokens(k, problem.key_mask)
@@ -125,7 +125,7 @@ def sliced_plan(
         (True, torch.Size([5, 8]))
     """
     name = "sliced_plan"
-    problem, lead = _problem(name, x, y, slices, mask=mask)
+    problem, lead = _problem(name, x, y, slices, mask, mask, ("mask", "mask"))
     if x.shape[-2] != y.shape[-2]:
         raise ValueError(
             f"{name}: x and y must have equally many points, got {tuple(x.shape)} and "
@@ -154,20 +154,21 @@ def _costs(x: Tensor, y: Tensor, matches: Tensor) -> Tensor:
         matched = y.unsqueeze(1).expand(-1, slices, -1, -1).gather(-2, index)
         return (x.unsqueeze(1) - matched).square().sum((-2, -1))
 
-    if is_exporting():  # a graph serves all sizes, so its groups cannot depend on them
+    if is_exporting() or torch.jit.is_tracing():  # a graph serves other sizes: no groups
         return group(x, y, matches)
     parts = matches.split(max(1, linear.GROUP_ELEMENTS // max(1, x.numel())), 1)
-    if len(parts) > 1:  # the backward pass recomputes a group, too
+    if len(parts) > 1 and not is_transformed():  # the backward pass recomputes a group, too
         group = partial(checkpoint, group, use_reentrant=False, preserve_rng_state=False)
     return torch.cat([group(x, y, part) for part in parts], 1)
 
 
 def _problem(
-    name: str, x: Tensor, y: Tensor, slices: int | Tensor, **masks: Tensor | None
-) -> tuple[Problem, torch.Size]:
+    name: str, x: Tensor, y: Tensor, slices: int | Tensor, x_mask: Tensor | None,
+    y_mask: Tensor | None, labels: tuple[str, str] = ("x_mask", "y_mask"),
+) -> tuple[Problem, torch.Size]:  # fmt: skip
     """Hard attention between the points, whose projections are sorted.
 
-    The masks are one of each cloud, or one for both, by the caller's names.
+    The labels are what the caller calls the masks.
     """
     check_tokens(name, ("batch", "points", "width"), x=x, y=y)
     width = x.shape[-1]
@@ -184,10 +185,9 @@ def _problem(
             f"{name}: slices must have shape (L, {width}) for points of that width, got "
             f"{tuple(slices.shape)}"
         )
-    (one, x_mask), (other, y_mask) = tuple(masks.items()) * (3 - len(masks))
     if x_mask is None and y_mask is not None:  # alone it would mask both, as in self-attention
         x_mask = x.new_ones(x.shape[:-1], dtype=torch.bool)
-    query_mask, key_mask = resolve_masks(name, x, y, x_mask, y_mask, (one, other))
+    query_mask, key_mask = resolve_masks(name, x, y, x_mask, y_mask, labels)
     options: Options = {"hard": True, "scale": 1.0}
     problem, lead = make_problem(
         name, x, y, None, options, slices=slices, slice_logits=None, query_mask=query_mask,

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import espformer
 from espformer.ops.common import torch_internals
 from espformer.ops.common.torch_internals import (
     autograd_inside_an_operator,
+    can_decide_by,
     can_read,
     has_dispatch_modes,
     is_exporting,
@@ -68,10 +70,23 @@ def test_values_that_can_be_read() -> None:
     torch.func.vmap(look)(x.expand(3, 2))
     torch.func.vmap(torch.func.grad(look))(x.expand(3, 2))
     torch.func.grad(lambda y: torch.func.vmap(look)(y).sum())(x.expand(3, 2))
-    torch.jit.trace(look, x, check_trace=False)
     look(x, x.to("meta"))
+    with FakeTensorMode():
+        look(torch.ones(2))
     assert not any(seen)
     assert len(seen) >= 5
+
+
+def test_a_trace_can_look_but_not_decide() -> None:
+    x, seen = torch.ones(2), []
+
+    def look(y: Tensor) -> Tensor:
+        seen.append((can_read(y), can_decide_by(y)))
+        return y.sum()
+
+    look(x)
+    torch.jit.trace(look, x, check_trace=False)
+    assert seen == [(True, True), (True, False)]
 
 
 class Reads(torch.nn.Module):

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 __all__ = [
     "autograd_inside_an_operator",
+    "can_decide_by",
     "can_read",
     "has_dispatch_modes",
     "is_exporting",
@@ -48,16 +50,23 @@ def is_transformed() -> bool:
 
 
 def can_read(*tensors: Tensor) -> bool:
-    """Whether Python may look at the values of these tensors, and decide by them.
+    """Whether Python can look at the values of these tensors, for instance to check them.
 
-    Not while a call is compiled, exported, traced or captured as a CUDA graph, which must not
-    depend on values. A tensor on the meta device has none, and one that ``vmap`` batches has many.
+    Not while a call is compiled, exported or captured as a CUDA graph. A tensor on the meta device
+    and a fake one have no values, and one that ``vmap`` batches has many.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling():
         return False
-    if any(x.is_meta or _is_batched(x) for x in tensors):
+    if any(x.is_meta or isinstance(x, FakeTensor) or _is_batched(x) for x in tensors):
         return False
     return not any(x.is_cuda for x in tensors) or not torch.cuda.is_current_stream_capturing()
+
+
+def can_decide_by(*tensors: Tensor) -> bool:
+    """Whether Python may also take another way by their values: not in a call that is traced, since
+    the trace must serve other values.
+    """
+    return not torch.jit.is_tracing() and can_read(*tensors)
 
 
 def _is_batched(x: Tensor) -> bool:

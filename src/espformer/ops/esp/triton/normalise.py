@@ -376,7 +376,7 @@ def column_config(shape: Shape, heads: int, metric: str, fp32_rows: bool) -> dic
 def columns(shape: Shape, heads: int, metric: str, fp32_rows: bool) -> Launch:
     """Normalisers or a slope of every slice of points, by scans or by whole rows of κ."""
     grid = (shape[0] * shape[1],)
-    if short_columns.fits(shape, metric):
+    if not fp32_rows and short_columns.fits(shape, metric):
         return Launch(short_columns.short_column_kernel, grid, **short_columns.config(shape, heads))
     if dense_columns.fits(shape, metric):
         return Launch(dense_columns.dense_column_kernel, grid, **dense_columns.config(shape, heads))

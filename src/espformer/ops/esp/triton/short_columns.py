@@ -3,7 +3,8 @@
 The torch twin is :class:`espformer.ops.esp.linear.SoftMixing`. These are the products of
 `normalise.py`, which chooses between its own scans, `dense_columns.py` and this kernel
 (:func:`fits`). A column is a row of one number, so the kernel is that of `short_plan.py` for
-BLOCK_D = 1: a warp holds the whole sequence, one group of neighbouring ranks per lane.
+BLOCK_D = 1: a warp holds the whole sequence, one group of neighbouring ranks per lane. Errors of
+single steps add up, so it normalises for 16-bit rows alone.
 """
 
 from __future__ import annotations

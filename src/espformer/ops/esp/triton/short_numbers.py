@@ -29,7 +29,6 @@ from torch import Tensor
 from espformer.ops.common.triton import Launch, Shape, once, power_of_2
 from espformer.ops.esp.triton.points import (
     LEAST_SHARE,
-    LEAST_SIZE,
     decode_points,
     repeat_last,
     row_spread,
@@ -44,6 +43,9 @@ from espformer.ops.esp.triton.sort import (
     word_index,
 )
 
+# The least size of numbers that have a spread. They are not scaled to be near one first, so it is
+# as small as its inverse allows.
+LEAST_SIZE = 4 * torch.finfo(torch.float32).tiny
 MOST_NUMBERS = 4096  # of a row: eight for each of 512 threads, with 128 registers each
 LEAST_BLOCK, MOST_WARPS, THREAD_NUMBERS = 32, 16, 4
 INFINITY = Words.of(torch.float32, 1, False, 1.0).infinity

@@ -27,10 +27,11 @@ from torch import Tensor
 from espformer.ops.common.operators import operator, refuse_double_backward
 from espformer.ops.common.triton import Launch, Shape, once
 from espformer.ops.esp.triton import short_numbers
-from espformer.ops.esp.triton.points import LEAST_SHARE, LEAST_SIZE
+from espformer.ops.esp.triton.points import LEAST_SHARE
 from espformer.ops.esp.triton.primitives import LOG2E, rounded_product
 from espformer.ops.esp.triton.short_numbers import (
     INFINITY,
+    LEAST_SIZE,
     block_config,
     from_middle,
     kappa_and_slope,
@@ -76,13 +77,14 @@ def short_rows_kernel(
     source, target = (n if BACK else token) * D, (token if BACK else n) * D
     in_scale, out_scale = z if BACK else ones, ones if BACK else z
     for d in range(0, D, 2):
-        second = d + 1 < D
-        u = tl.load(values_ptr + source + d, mask=here, other=0.0) * in_scale
-        x = tl.load(values_ptr + source + d + 1, mask=here & second, other=0.0) * in_scale
-        u, x = times_kappa(u, x, s)
-        tl.store(out_ptr + target + d, tl.where(here, u * out_scale, 0.0), mask=inside)
-        x = tl.where(here, x * out_scale, 0.0)
-        tl.store(out_ptr + target + d + 1, x, mask=inside & second)
+        two = d + 1 < D
+        first = tl.load(values_ptr + source + d, mask=here, other=0.0) * in_scale
+        second = tl.load(values_ptr + source + d + 1, mask=here & two, other=0.0) * in_scale
+        first, second = times_kappa(first, second, s)
+        first = tl.where(here, first * out_scale, 0.0)
+        second = tl.where(here, second * out_scale, 0.0)
+        tl.store(out_ptr + target + d, first, mask=inside)
+        tl.store(out_ptr + target + d + 1, second, mask=inside & two)
 
 
 @triton.jit(do_not_specialize=("D",))

@@ -642,9 +642,11 @@ def apply_plans(
     return out.to(value.dtype), states if keep_states else (None, None)
 
 
-def keeps_states(value: Tensor, shape: Shape, metric: str) -> bool:
-    """Whether states of plans of (batch, slices, ranks) are few enough to keep them."""
-    kind, groups = _grouping(value, shape, metric, backward=True)
+def keeps_states(value: Tensor, shape: Shape, metric: str, plain: bool) -> bool:
+    """Whether states of plans of (batch, slices, ranks) are few enough to keep them; `plain` as in
+    :func:`_grouping`.
+    """
+    kind, groups = _grouping(value, shape, metric, backward=True, plain=plain)
     return kind is PlanKernels and groups == [None]
 
 
