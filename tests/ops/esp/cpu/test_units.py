@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import espformer
+
 pytest.importorskip("numba")
 
 from espformer.ops.esp.cpu.units import in_spreads
@@ -51,3 +53,18 @@ def test_padding_is_no_part_of_the_spread():
     points, mask = torch.randn(1, 2, 9), torch.arange(9).unsqueeze(0) < 5
     other = torch.where(mask.unsqueeze(1), points, 1e6)
     assert torch.equal(in_spreads(points, mask)[0][..., :5], in_spreads(other, mask)[0][..., :5])
+
+
+def test_slices_of_keys_far_from_zero():
+    """Their mean has too few digits for distances from it."""
+    torch.manual_seed(4)
+    query, value = torch.randn(2, 1, 1, 64, 4).unbind()
+    key, slices = 1e3 + torch.randn(1, 1, 64, 4), torch.randn(3, 4)
+    found = []
+    for backend, dtype in (("cpu", torch.float32), ("dense", torch.float64)):
+        theta = slices.to(dtype).requires_grad_()
+        tokens = (x.to(dtype) for x in (query, key, value))
+        out = espformer.esp_attention(*tokens, slices=theta, backend=backend)
+        found += torch.autograd.grad(out, theta, value.sin().to(dtype))
+    error = (found[0].double() - found[1]).norm() / found[1].norm()
+    assert error < 2e-3  # 9e-3 if distances are measured from the mean

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from espformer.ops.common.operators import operator, refuse_double_backward
-from espformer.ops.esp.cpu.compiling import kernel, relaxed, stand_alone
+from espformer.ops.esp.cpu.compiling import kernel, part, relaxed, stand_alone
 from espformer.ops.esp.cpu.threads import run, shares
 
 MULTIPLICATIONS = 8  # for each number, which decides how many threads are worth it
-SPREAD, MEAN, MOVES = range(3)  # of a slice; MOVES is one over n, or zero if it has no spread
+# Of a slice. MEAN is that of the results, measured from the first of them; MOVES is one over n, or
+# zero if there is no spread.
+SPREAD, MEAN, MOVES = range(3)
 
 
 @relaxed("reassoc", "contract")
@@ -52,6 +54,16 @@ def _sum_of_squares(x, taken, mean, factor):  # type: ignore[no-untyped-def]
     return found
 
 
+@part
+def _first(taken):  # type: ignore[no-untyped-def]
+    """Where the first number that takes part stands; zero if none does."""
+    stand_alone()
+    for i in range(len(taken)):
+        if taken[i] > 0:
+            return i
+    return 0
+
+
 @kernel
 def divide(h0, h1, l0, l1, points, mask, least, rounding, out, shapes, taken):  # type: ignore[no-untyped-def]
     """Divides by the deviation of the numbers that take part, or by the largest of them if they
@@ -76,10 +88,12 @@ def divide(h0, h1, l0, l1, points, mask, least, rounding, out, shapes, taken):  
             spread, moves = largest * np.sqrt(variance), 1.0 / n
             if variance <= rounding * rounding:
                 spread, moves = largest, 0.0
-            shape[SPREAD], shape[MEAN], shape[MOVES] = spread, mean / spread, moves
             divisor = x.dtype.type(spread)
             for i in range(size):
                 y[i] = x[i] / divisor
+            # Measured from one of the numbers: far from zero, the mean itself has too few digits.
+            mean = mean / np.float64(divisor) - np.float64(y[_first(taken)])
+            shape[SPREAD], shape[MEAN], shape[MOVES] = spread, mean, moves
 
 
 @kernel
@@ -96,13 +110,14 @@ def divide_gradient(h0, h1, l0, l1, upstream, mask, out, shapes, d_points, taken
             g, y, dx, shape = upstream[head, l], out[head, l], d_points[head, l], shapes[head, l]
             number = g.dtype.type
             share, mean = number(_sum(g, y) * shape[MOVES]), number(shape[MEAN])
+            middle = y[_first(taken)]
             spread = number(shape[SPREAD])
             if shape[MOVES] == 0:
                 for i in range(size):
                     dx[i] = 0
                 continue
             for i in range(size):
-                dx[i] = (g[i] - share * taken[i] * (y[i] - mean)) / spread
+                dx[i] = (g[i] - share * taken[i] * ((y[i] - middle) - mean)) / spread
 
 
 @cache
