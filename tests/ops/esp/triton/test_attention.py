@@ -134,7 +134,9 @@ def test_narrow_rows_of_many_heads(
     [
         pytest.param({"inverse_temperature": 0.0}, id="mean"),
         pytest.param({"inverse_temperature": 1.0}, id="costs"),
-        pytest.param({"inverse_temperature": 0.0, "balance": "both"}, id="both"),
+        pytest.param(
+            {"inverse_temperature": 0.0, "balance": "both"}, id="both", marks=pytest.mark.slow
+        ),
     ],
 )
 @pytest.mark.parametrize("queries", [9, 6], ids=["self", "cross"])

@@ -53,7 +53,7 @@ DRAWN = ("normal", "ties", "clusters", "wide", "widest", "narrow", "narrowest", 
 
 
 @settings(
-    max_examples=100 if DEVICE == "cuda" else 12,
+    max_examples=100 if DEVICE == "cuda" else 8,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )

@@ -56,7 +56,7 @@ def check(name, kind, count, width, t, unit, masked, seed):
 
 
 @settings(
-    max_examples=100 if DEVICE == "cuda" else 8,
+    max_examples=100 if DEVICE == "cuda" else 5,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
@@ -71,7 +71,7 @@ def test_drawn(name, kind, count, width, t, unit, masked, seed):
 
 
 @pytest.mark.parametrize("name", list(FUNCTIONS))
-@pytest.mark.parametrize("count", [1, 2, 33, 129])
+@pytest.mark.parametrize("count", [1, 2, 33, pytest.param(129, marks=pytest.mark.slow)])
 def test_lengths(name, count):
     check(name, "ties", count, 3, 0.1, "spread", True, count)
 
