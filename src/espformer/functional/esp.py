@@ -14,7 +14,6 @@ from torch import Tensor
 
 from espformer.functional.arguments import (
     are_nested,
-    check_tensor,
     flat,
     make_problem,
     one_of,
@@ -122,7 +121,6 @@ def esp_attention(
             is_causal=is_causal, **options,
         )  # fmt: skip
         return attend_nested(name, attention, query, key, value)
-    check_tensor(name, "value", value)
     problem, lead = make_problem(
         name, query, key, value, options, slices=slices, slice_logits=slice_logits,
         query_mask=query_mask, key_mask=key_mask,

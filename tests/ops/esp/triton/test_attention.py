@@ -9,7 +9,14 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import espformer
-from espformer.ops.esp.triton import narrow_plan, short_plan, soft_plan, states
+from espformer.ops.esp.triton import (
+    narrow_plan,
+    normalise,
+    short_columns,
+    short_plan,
+    soft_plan,
+    states,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -175,6 +182,12 @@ def test_where_sequences_stay_in_registers() -> None:
     assert not short_plan.fits((4096, 8, 197), 12, torch.bfloat16, "absolute"), "no power of two"
     sizes = [short_plan.config(ranks, 8)["R"] for ranks in (0, 1, 33, 65, 129, 197, 225, 256)]
     assert sizes == [1, 1, 2, 4, 7, 7, 8, 8]
+
+
+def test_columns_of_float32_rows_do_not_stay_in_registers() -> None:
+    """Where errors of single steps would matter."""
+    kernels = [normalise.columns((4096, 8, 197), 4096, "absolute", fp32).kernel for fp32 in (0, 1)]
+    assert kernels == [short_columns.short_column_kernel, normalise.column_kernel]
 
 
 def test_where_recurrences_are_taken() -> None:

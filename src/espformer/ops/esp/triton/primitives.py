@@ -253,6 +253,18 @@ def rotation(angle, ACCURATE: tl.constexpr):
 
 
 @triton.jit
+def safe_divide(x, y):
+    """x / y, and zero where y is zero."""
+    return tl.where(y == 0, 0.0, x / tl.where(y == 0, 1.0, y))
+
+
+@triton.jit
+def one_over(x, here):
+    """1 / x, and zero where nothing is."""
+    return tl.where(here, 1.0 / tl.where(here, x, 1.0), 0.0)
+
+
+@triton.jit
 def program_rows(N, BLOCKS, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """The head, tokens and columns of a program that processes a block of rows, and the valid
     columns.

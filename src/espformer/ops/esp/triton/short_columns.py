@@ -14,7 +14,7 @@ import triton.language as tl
 
 from espformer.ops.common.triton import Shape
 from espformer.ops.esp.triton import short_plan
-from espformer.ops.esp.triton.primitives import LOG2E, column_operands, of_other_side
+from espformer.ops.esp.triton.primitives import LOG2E, column_operands, of_other_side, one_over
 from espformer.ops.esp.triton.short_plan import (
     backwards,
     group_decays,
@@ -88,7 +88,7 @@ def short_column_kernel(
             n = tl.arange(0, G) * R + r
             y = tl.sum(sums[r], 1)
             if x_ptr is None:
-                y = tl.where(n < length, 1.0 / tl.where(n < length, y, 1.0), 0.0)
+                y = one_over(y, n < length)
             tl.store(y_ptr + n, y, mask=n < N)
 
 

@@ -33,7 +33,7 @@ from espformer.ops.esp.triton.points import (
     repeat_last,
     row_spread,
 )
-from espformer.ops.esp.triton.primitives import LOG2E, exp2_minus_abs, rounded_product
+from espformer.ops.esp.triton.primitives import LOG2E, exp2_minus_abs, one_over, rounded_product
 from espformer.ops.esp.triton.sort import (
     Words,
     any_infinite,
@@ -139,12 +139,6 @@ def sort_row(
     tl.store(points_ptr + at, points, mask=inside)
     rate = tl.load(inv_bandwidth_ptr + row) * LOG2E
     return length, token, x, rounded_product(from_middle(points, n, length), rate)
-
-
-@triton.jit
-def one_over(x, here):
-    """1 / x, and zero where nothing is."""
-    return tl.where(here, 1.0 / tl.where(here, x, 1.0), 0.0)
 
 
 @triton.jit

@@ -56,6 +56,7 @@ from espformer.ops.esp.triton.primitives import (
     computed_here,
     exp2,
     point_at,
+    safe_divide,
 )
 
 if TYPE_CHECKING:
@@ -70,12 +71,6 @@ LANES = 32
 GROUP_SIZES = (1, 2, 4, 7, 8)
 # Of a group: columns at a time, and numbers, each of which takes a register of a lane.
 MOST_COLUMNS, MOST_NUMBERS = 8, 64
-
-
-@triton.jit
-def safe_quotient(x, y):
-    """x / y, and zero where y is zero."""
-    return tl.where(y == 0, 0.0, x / tl.where(y == 0, 1.0, y))
 
 
 @triton.jit
@@ -442,11 +437,11 @@ def short_apply_kernel(
             tl.store(d_points_ptr + pair * N + n, force, mask=n < N)
         if d_mid_scale_ptr is not None:
             scale = tl.load(mid_scale_ptr + n, mask=n < N, other=0.0)
-            d_scale = safe_quotient(of_mid[r], scale) * weight
+            d_scale = safe_divide(of_mid[r], scale) * weight
             tl.store(d_mid_scale_ptr + pair * N + n, d_scale, mask=n < N)
         if d_query_scale_ptr is not None:
             scale = tl.load(query_scale_ptr + n, mask=n < N, other=0.0)
-            d_scale = safe_quotient(of_scale[r], scale) * weight
+            d_scale = safe_divide(of_scale[r], scale) * weight
             tl.store(d_query_scale_ptr + pair * N + n, d_scale, mask=n < N)
     if totals_ptr is not None:
         tl.store(totals_ptr + pair, tl.sum(total, 0))

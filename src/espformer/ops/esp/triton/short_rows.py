@@ -28,7 +28,7 @@ from espformer.ops.common.operators import operator, refuse_double_backward
 from espformer.ops.common.triton import Launch, Shape, once
 from espformer.ops.esp.triton import short_numbers
 from espformer.ops.esp.triton.points import LEAST_SHARE
-from espformer.ops.esp.triton.primitives import LOG2E, rounded_product
+from espformer.ops.esp.triton.primitives import LOG2E, one_over, rounded_product
 from espformer.ops.esp.triton.short_numbers import (
     INFINITY,
     LEAST_SIZE,
@@ -36,7 +36,6 @@ from espformer.ops.esp.triton.short_numbers import (
     from_middle,
     kappa_and_slope,
     number_gradients,
-    one_over,
     sort_block_config,
     sort_row,
     times_kappa,

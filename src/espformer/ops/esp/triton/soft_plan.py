@@ -55,6 +55,7 @@ from espformer.ops.esp.triton.primitives import (
     load_states,
     point_at,
     program_chunk,
+    safe_divide,
     state_coefficients,
     times_kappa,
     times_states,
@@ -109,12 +110,6 @@ class Plan(NamedTuple):
 
 def _part(x: Tensor | None, group: Group) -> Tensor | None:
     return x if x is None else x[group[0]] if x.dim() == 1 else x[group]
-
-
-@triton.jit
-def safe_divide(x, y):
-    """x / y, and zero where y is zero."""
-    return tl.where(y == 0, 0.0, x / tl.where(y == 0, 1.0, y))
 
 
 @triton.jit
