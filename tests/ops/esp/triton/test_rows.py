@@ -111,3 +111,17 @@ def test_what_goes_through_attention():
     assert not takes(x.repeat(1, 1000), rows.repeat(1, 1000, 1), options)
     for other in ({"hard": True}, {"straight_through": True}, {"metric": "squared"}):
         assert not takes(x, rows, sorting.rows.prepare("sort", x, -1, False, **other).options)
+
+
+def test_numbers_that_differ_by_rounding_have_no_gradient():
+    steps = torch.tensor([[0.0, 1.0, 0.0, 2.0, 1.0]], device=DEVICE)
+    x = (1 + steps * torch.finfo(torch.float32).eps).requires_grad_()
+    rows = torch.arange(10.0, device=DEVICE).view(1, 5, 2)
+    for out in (
+        sorting.soft_rank(x, backend="triton"),
+        sorting.soft_sort(x, rows, backend="triton"),
+        sorting.soft_unsort(x, rows, backend="triton"),
+    ):
+        upstream = torch.sin(torch.arange(out.numel(), device=DEVICE).view_as(out))
+        (found,) = torch.autograd.grad(out, x, upstream)
+        assert not bool(found.any())
