@@ -519,9 +519,8 @@ def _keeps_states(problem: Problem, value: Tensor, one_to_one: bool) -> bool:
     if not any(isinstance(x, Tensor) and x.requires_grad for x in operands):
         return False
     count = query.shape[-1] if slices is None else slices.shape[-2]
-    options = problem.options
-    plain = options.balance == "rows" and not options.inverse_temperature
-    return keeps_states(value, (query.shape[0], count, query.shape[1]), options.metric, plain)
+    shape = query.shape[0], count, query.shape[1]
+    return keeps_states(value, shape, problem.options.metric)
 
 
 def attend(problem: Problem, value: Tensor) -> Tensor:

@@ -541,7 +541,7 @@ Kernels = PlanKernels | NarrowPlanKernels | ShortPlanKernels
 @once
 def _grouped(
     shape: Shape, width: int, dtype: torch.dtype, metric: str, backward: bool,
-    with_inv_bandwidth: bool, plain: bool, deterministic: bool, scratch: int,
+    with_inv_bandwidth: bool, deterministic: bool, scratch: int,
 ) -> tuple[type[Kernels], list[Group | None]]:  # fmt: skip
     """Which kernels apply plans of (batch, slices, ranks), and to which parts of them at once.
 
@@ -549,8 +549,7 @@ def _grouped(
     """
     batch, slices, ranks = shape
     kind: type[Kernels] = PlanKernels
-    # Other than plain plans have been computed in registers by Triton's interpreter alone.
-    if plain and short_plan.fits(shape, width, dtype, metric, with_inv_bandwidth):
+    if short_plan.fits(shape, width, dtype, metric, with_inv_bandwidth):
         kind, pairs = ShortPlanKernels, batch * slices  # there is no scratch memory
     elif narrow_plan.fits(shape, width, dtype, metric, with_inv_bandwidth):
         kind, pairs = NarrowPlanKernels, narrow_plan.pairs_at_once(ranks, width, dtype, backward)
@@ -568,30 +567,22 @@ def _grouped(
 
 
 def _grouping(
-    x: Tensor, shape: Shape, metric: str, backward: bool, with_inv_bandwidth: bool = False,
-    plain: bool = True,
-) -> tuple[type[Kernels], list[Group | None]]:  # fmt: skip
-    """:func:`_grouped` for rows x.
-
-    `with_inv_bandwidth` says that its gradient is asked for, `plain` that plans have no scales of
-    keys and queries, and that slices are not weighed by costs.
-    """
+    x: Tensor, shape: Shape, metric: str, backward: bool, with_inv_bandwidth: bool = False
+) -> tuple[type[Kernels], list[Group | None]]:
+    """:func:`_grouped` for rows x; `with_inv_bandwidth` says that its gradient is asked for."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     return _grouped(
-        shape, x.shape[-1], x.dtype, metric, backward, with_inv_bandwidth, plain, deterministic,
+        shape, x.shape[-1], x.dtype, metric, backward, with_inv_bandwidth, deterministic,
         SCRATCH_BYTES[metric],
     )  # fmt: skip
 
 
 def _groups(
-    x: Tensor, plan: Plan, backward: bool = False, with_inv_bandwidth: bool = False,
-    costs: bool = False,
-) -> Iterator[tuple[Group | None, Kernels]]:  # fmt: skip
+    x: Tensor, plan: Plan, backward: bool = False, with_inv_bandwidth: bool = False
+) -> Iterator[tuple[Group | None, Kernels]]:
     """Parts of (batch, slices) whose scratch fits, and their kernels."""
-    plain = plan.key_scale is None and not costs
-    kind, groups = _grouping(
-        x, plan.key_points.shape, plan.metric, backward, with_inv_bandwidth, plain
-    )
+    shape = plan.key_points.shape
+    kind, groups = _grouping(x, shape, plan.metric, backward, with_inv_bandwidth)
     for group in groups:
         yield group, kind(plan.part(group), x.dtype)
 
@@ -637,18 +628,16 @@ def apply_plans(
     return out.to(value.dtype), states if keep_states else (None, None)
 
 
-def keeps_states(value: Tensor, shape: Shape, metric: str, plain: bool) -> bool:
-    """Whether states of plans of (batch, slices, ranks) are few enough to keep them; `plain` as in
-    :func:`_grouping`.
-    """
-    kind, groups = _grouping(value, shape, metric, backward=True, plain=plain)
+def keeps_states(value: Tensor, shape: Shape, metric: str) -> bool:
+    """Whether states of plans of (batch, slices, ranks) are few enough to keep them."""
+    kind, groups = _grouping(value, shape, metric, backward=True)
     return kind is PlanKernels and groups == [None]
 
 
 def cross_plans(query: Tensor, key: Tensor, plan: Plan) -> Tensor:
     """``Σ_i q_i · (A_lᵀ B_l K)_i``: (batch, L)."""
     totals = plan.query_points.new_empty(plan.query_points.shape[:2])
-    for group, kernels in _groups(key, plan, costs=True):
+    for group, kernels in _groups(key, plan):
         out = totals if group is None else totals[group]
         kernels.cross(_heads(query, group), _heads(key, group), out)
     return totals
@@ -665,8 +654,7 @@ def plan_gradients(
     weight exclude each other.
     """
     slices = weight.shape[1]
-    costs = found.weight is not None or d_upstream is not None
-    for group, kernels in _groups(value, plan, True, found.inv_bandwidth is not None, costs):
+    for group, kernels in _groups(value, plan, True, found.inv_bandwidth is not None):
         rows = _room(d_value, group, slices)
         upstream_rows = None if d_upstream is None else _room(d_upstream, group, slices)
         kernels.grad(
