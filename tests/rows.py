@@ -25,6 +25,16 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def apart(x: Tensor) -> Tensor:
+    """Numbers that are equal, or differ by a few millionths of the largest at least.
+
+    Scaling in float32 makes two of many numbers equal that differ in their last bit, and equal
+    numbers do not pull at each other: a pair of a thousand changes a gradient by a thousandth.
+    """
+    step = 2.0 ** torch.frexp(x.abs().max()).exponent.double() * 2**-18
+    return ((x.double() / step).round() * step).to(x.dtype)
+
+
 def given_rows(kinds: Iterable[str], **more: st.SearchStrategy[Any]) -> Callable[..., Any]:
     """Draw what `draw_rows` takes, whether tokens are masked, and `more`."""
     return given(

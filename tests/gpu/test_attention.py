@@ -266,6 +266,18 @@ def test_ranks_are_those_of_a_stable_sort(tokens: int, dtype: torch.dtype) -> No
     assert torch.equal(order.long(), index)
 
 
+@pytest.mark.parametrize("tokens", [17, 32, 197, 1000])
+def test_tied_points_stay_tied_in_units_of_the_spread(tokens: int) -> None:
+    """Lanes that hold tied points divide them by the same bits."""
+    from espformer.ops.esp.triton.points import sort_points
+
+    for dtype in (torch.bfloat16, torch.float32):
+        x = (torch.randn(300, tokens, 16, device="cuda") * 4).round().to(dtype) / 4
+        points, order, _ = sort_points(x, None, None, None, None, 1.0, True)
+        numbers = x.float().mT.gather(-1, order.long())
+        assert torch.equal(points.diff(dim=-1) == 0, numbers.diff(dim=-1) == 0)
+
+
 @pytest.mark.parametrize("tokens", [197, 1000, 5000])
 def test_projected_points_are_sorted(tokens: int) -> None:
     """Points are those of the order that was found, in float32, and ascend."""

@@ -14,6 +14,7 @@ import espformer.ops
 pytest.importorskip("triton")
 
 PROGRAM = """
+import re
 import sys
 
 from triton.backends.compiler import GPUTarget
@@ -73,6 +74,15 @@ def build(kernel, constants, warps=WARPS, registers=None, aligned=False, **types
     assert len(compiled.asm["cubin"]) > 0
     print(kernel.__name__)
     return compiled
+
+
+def assert_lanes_agree(compiled):
+    # A sum over lanes that is fused with the products that it adds differs from lane to lane.
+    ptx = compiled.asm["ptx"].splitlines()
+    for number, line in enumerate(ptx):
+        exchanged = re.search(r"shfl.sync.bfly.b32\\s+(%r\\d+),", line)
+        users = [x for x in ptx[number + 1 : number + 20] if exchanged and exchanged[1] + ";" in x]
+        assert not any("fma" in x for x in users), users
 
 
 def build_chunks(table, row, chunk, alone=False, width=64):
@@ -254,6 +264,8 @@ for point, bits, infinity, kind, word in (
             rank = build(
                 rank_kernel, kinds | sort | least | spread, warps, scale="fp32", bits_ptr="*" + kind
             )
+            if rank:
+                assert_lanes_agree(rank)
         types = dict(weight="fp32", bits_ptr="*" + kind, out_ptr="*i32")
         match = build(match_kernel, ends | sort, warps, **types)
         # Two names for one value before a loop, and it would carry one of them: the queries were

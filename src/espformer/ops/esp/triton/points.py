@@ -38,7 +38,7 @@ from torch import Tensor
 
 from espformer.ops.common.operators import operator
 from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2, width_arguments
-from espformer.ops.esp.triton.primitives import load_one_of_two, store_one_of_two
+from espformer.ops.esp.triton.primitives import load_one_of_two, rounded_product, store_one_of_two
 from espformer.ops.esp.triton.sort import (
     Words,
     any_infinite,
@@ -155,13 +155,19 @@ def repeat_last(word, n, length):
 
 @triton.jit
 def row_spread(x, n, length, LEAST_SIZE: tl.constexpr, LEAST_SHARE: tl.constexpr):
-    """The spread of the first `length` points of a row."""
+    """The spread of the first `length` points of a row: the same bits in every lane.
+
+    Squares are rounded before they are added up. If the compiler fused the two, each of two lanes
+    that exchange their squares would round only that of the other one, and tied points, divided by
+    spreads that differ in the last bit, would not be tied any more.
+    """
     here = n < length
     count = tl.maximum(length, 1)
     size = tl.maximum(tl.max(tl.where(here, tl.abs(x), 0.0), 0), LEAST_SIZE)
     share = tl.where(here, x / size, 0.0)
     centred = tl.where(here, share - tl.sum(share, 0) / count, 0.0)
-    return spread_of(tl.sum(centred * centred, 0) / count, size, LEAST_SHARE)
+    variance = tl.sum(rounded_product(centred, centred), 0) / count
+    return spread_of(variance, size, LEAST_SHARE)
 
 
 @triton.jit(do_not_specialize=("L", "HEADS"))
