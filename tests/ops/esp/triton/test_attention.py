@@ -10,7 +10,6 @@ pytest.importorskip("triton")
 
 import espformer
 from espformer.ops.esp.triton import (
-    narrow_plan,
     normalise,
     short_columns,
     short_plan,
@@ -112,36 +111,6 @@ def test_padded_half_precision(options: dict[str, Any]) -> None:
         pytest.param({"inverse_temperature": 0.0}, id="mean"),
         pytest.param({"inverse_temperature": 1.0}, id="costs"),
         pytest.param(
-            {"inverse_temperature": 1.0, "balance": "both"}, id="both", marks=pytest.mark.slow
-        ),
-    ],
-)
-@pytest.mark.parametrize("queries", [9, 6], ids=["self", "cross"])
-def test_narrow_rows_of_many_heads(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], queries: int
-) -> None:
-    """Recurrences from rank to rank; for the gradient of a learnt t there are none."""
-    launched: list[str] = []
-    launch = narrow_plan.NarrowPlanKernels._launch
-
-    def counted(self: Any, gradients: bool, *args: Any) -> None:
-        launched.append("gradients" if gradients else "rows")
-        launch(self, gradients, *args)
-
-    monkeypatch.setattr(narrow_plan, "LEAST_PAIRS", 1)
-    monkeypatch.setattr(narrow_plan.NarrowPlanKernels, "_launch", counted)
-    costs = ["gradients"] * bool(options["inverse_temperature"])
-    sizes = {"width": 2, "value_width": 5, "masked": queries == 6}
-    compare(queries, 9, torch.float16, 5e-3, learnt=False, **sizes, **options)
-    assert launched == [*costs, "rows", "gradients", *costs]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"inverse_temperature": 0.0}, id="mean"),
-        pytest.param({"inverse_temperature": 1.0}, id="costs"),
-        pytest.param(
             {"inverse_temperature": 0.0, "balance": "both"}, id="both", marks=pytest.mark.slow
         ),
     ],
@@ -188,20 +157,6 @@ def test_columns_of_float32_rows_do_not_stay_in_registers() -> None:
     """Where errors of single steps would matter."""
     kernels = [normalise.columns((4096, 8, 197), 4096, "absolute", fp32).kernel for fp32 in (0, 1)]
     assert kernels == [short_columns.short_column_kernel, normalise.column_kernel]
-
-
-def test_where_recurrences_are_taken() -> None:
-    def fits(heads: int, slices: int, dtype: torch.dtype, width: int = 8, **options: Any) -> bool:
-        metric = options.pop("metric", "absolute")
-        return narrow_plan.fits((heads, slices, 1000), width, dtype, metric, **options)
-
-    assert fits(4096, 8, torch.bfloat16)
-    assert fits(4096, 8, torch.float16, width=16)
-    assert not fits(64, 8, torch.bfloat16), "few slices"
-    assert not fits(4096, 8, torch.float32)
-    assert not fits(4096, 8, torch.bfloat16, width=24)
-    assert not fits(4096, 8, torch.bfloat16, metric="squared")
-    assert not fits(4096, 8, torch.bfloat16, with_inv_bandwidth=True)
 
 
 @pytest.mark.parametrize("metric", ["absolute", "squared"])

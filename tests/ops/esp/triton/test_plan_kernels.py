@@ -11,13 +11,11 @@ pytest.importorskip("triton")
 from espformer.ops.esp.triton import (
     costs,
     dense_columns,
-    narrow_plan,
     normalise,
     short_columns,
     short_plan,
     states,
 )
-from espformer.ops.esp.triton.narrow_plan import NarrowPlanKernels
 from espformer.ops.esp.triton.short_plan import ShortPlanKernels
 from espformer.ops.esp.triton.soft_plan import Plan, PlanGradients, PlanKernels
 from espformer.ops.esp.triton.states import segment_length
@@ -68,7 +66,7 @@ CASES = [
 
 
 def is_narrow(metric: str, batch: int, slices: int, ranks: int, width: int, t: float) -> bool:
-    return metric == "absolute" and width <= narrow_plan.MOST_WIDTH
+    return metric == "absolute" and width <= max(short_plan.WIDTHS)
 
 
 class Side:
@@ -112,29 +110,24 @@ def close(got: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=atol)
 
 
-# For recurrences: three programs, of which the last one is not full; a sharp temperature.
-NARROW = [
-    pytest.param("absolute", 3, 3, 16, 8, 0.3, id="absolute-B3-L3-N16-D8"),
-    pytest.param("absolute", 2, 1, 21, 16, 0.02, id="absolute-B2-L1-N21-D16"),
-]
 # For groups of ranks: one rank in each; several, of which the last are past the end; twice as many
-# groups; and points that fill several groups.
+# groups; a sharp temperature; and points that fill several groups.
 SHORT = [
     *CASES,
-    *NARROW,
+    pytest.param("absolute", 3, 3, 16, 8, 0.3, id="absolute-B3-L3-N16-D8"),
+    pytest.param("absolute", 2, 1, 21, 16, 0.02, id="absolute-B2-L1-N21-D16"),
     pytest.param("absolute", 1, 2, 45, 8, 0.3, id="absolute-B1-L2-N45-D8"),
     pytest.param("absolute", 1, 1, 40, 3, 0.3, id="absolute-B1-L1-N40-D3"),
 ]
 PLANS = [
     *((PlanKernels, *case.values) for case in CASES),
-    *((NarrowPlanKernels, *case.values) for case in CASES + NARROW if is_narrow(*case.values)),
     *((ShortPlanKernels, *case.values) for case in SHORT if is_narrow(*case.values)),
 ]
 
 
 @pytest.mark.parametrize(("kind", "metric", "batch", "slices", "ranks", "width", "t"), PLANS)
 def test_plans(
-    kind: type[PlanKernels | NarrowPlanKernels | ShortPlanKernels],
+    kind: type[PlanKernels | ShortPlanKernels],
     metric: str, batch: int, slices: int, ranks: int, width: int, t: float,
 ) -> None:  # fmt: skip
     keys, queries = (Side(metric, batch, slices, ranks, width, t) for _ in range(2))

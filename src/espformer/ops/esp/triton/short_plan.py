@@ -1,6 +1,6 @@
 """Soft plans on narrow rows of short sequences: one program holds all ranks in its registers.
 
-The torch twins are those of `soft_plan.py`, whose functions choose between three kinds of kernels
+The torch twins are those of `soft_plan.py`, whose functions choose between its kernels and these
 (:func:`fits`). In the absolute metric, ``κ_nj = exp(-|s_n - s_j|)`` is a product of the decays
 ``a_n = exp(-(s_n - s_{n-1}))`` between neighbours, so that sums over the ranks before n and behind
 n follow from those of the next rank:

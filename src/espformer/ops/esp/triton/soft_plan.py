@@ -39,8 +39,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espformer.ops.common.triton import Launch, Shape, once
-from espformer.ops.esp.triton import narrow_plan, short_plan
-from espformer.ops.esp.triton.narrow_plan import NarrowPlanKernels
+from espformer.ops.esp.triton import short_plan
 from espformer.ops.esp.triton.primitives import (
     COUNTS,
     add_rows,
@@ -535,7 +534,7 @@ def _cross_launches(chunks: Chunks, keys: int, queries: int, width: int) -> list
     )
 
 
-Kernels = PlanKernels | NarrowPlanKernels | ShortPlanKernels
+Kernels = PlanKernels | ShortPlanKernels
 
 
 @once
@@ -551,8 +550,6 @@ def _grouped(
     kind: type[Kernels] = PlanKernels
     if short_plan.fits(shape, width, dtype, metric, with_inv_bandwidth):
         kind, pairs = ShortPlanKernels, batch * slices  # there is no scratch memory
-    elif narrow_plan.fits(shape, width, dtype, metric, with_inv_bandwidth):
-        kind, pairs = NarrowPlanKernels, narrow_plan.pairs_at_once(ranks, width, dtype, backward)
     else:
         each = Chunks.of(shape, metric, dtype).scratch_bytes(width, backward)
         pairs = max(1, scratch // max(1, each))
