@@ -98,8 +98,6 @@ SLOW = (
     "ops/esp/triton/test_attention.py::test_default_dtype_does_not_matter[0.0-float64]",
     "ops/esp/triton/test_attention.py::test_default_dtype_does_not_matter[1.0-float16]",
     "ops/esp/triton/test_attention.py::test_half_precision_with_more_keys",
-    "ops/esp/triton/test_attention.py::test_narrow_rows_of_many_heads[cross-mean]",
-    "ops/esp/triton/test_attention.py::test_narrow_rows_of_many_heads[self-costs]",
     "ops/esp/triton/test_attention.py::test_padded_half_precision[mean]",
     "ops/esp/triton/test_attention.py::test_padded_half_precision[rows]",
     "ops/esp/triton/test_attention.py::test_self_attention[full-mean]",
