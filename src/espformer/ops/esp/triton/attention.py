@@ -55,6 +55,31 @@ MOST_WIDTH = 256
 MOST_BLOCKS = 65_535  # of the second axis of a grid
 
 
+class Operands(NamedTuple):
+    """All arguments that are tensors. Gradients flow to those that `Gradients` has."""
+
+    query: Tensor  # (batch, N, width)
+    key: Tensor  # (batch, M, width)
+    value: Tensor  # (batch, M, d)
+    slices: Tensor | None  # (batch or 1, L, width); None is the axes
+    slice_logits: Tensor | None  # (batch or 1, L)
+    inv_bandwidth: Tensor  # (batch,) float32
+    query_mask: Tensor | None  # (batch, N)
+    key_mask: Tensor | None  # (batch, M)
+    keep: Tensor | None  # (batch, L): slices that take part
+
+
+class Gradients(NamedTuple):
+    """For each operand with a gradient: the gradient, or whether it is needed."""
+
+    query: Any
+    key: Any
+    value: Any
+    slices: Any
+    slice_logits: Any
+    inv_bandwidth: Any
+
+
 class Settings(NamedTuple):
     """All arguments that are not tensors."""
 
@@ -70,13 +95,13 @@ class Settings(NamedTuple):
     cost_exponent: float
 
 
-OPERANDS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? slices, Tensor? slice_logits, "
-    "Tensor inv_bandwidth"
+TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", float: "float", str: "str"}
+ARGUMENTS = ", ".join(
+    f"{TYPES[kind]} {name}"
+    for fields in (Operands, Settings)
+    for name, kind in get_type_hints(fields).items()
 )
-TENSORS = f"{OPERANDS}, Tensor? query_mask, Tensor? key_mask, Tensor? keep"
-SETTINGS = ", ".join(f"{kind.__name__} {name}" for name, kind in get_type_hints(Settings).items())
-DIFFERENTIABLE, TENSOR_COUNT = OPERANDS.count("Tensor"), TENSORS.count("Tensor")
+TENSOR_COUNT, DIFFERENTIABLE = len(Operands._fields), len(Gradients._fields)
 
 
 class Side(NamedTuple):
@@ -110,11 +135,10 @@ class Kept(NamedTuple):
     @staticmethod
     def of(flat: Any) -> Kept:
         """The inverse of :meth:`flat`; what was None may also be empty."""
-        found: list[Any] = [None if x is None or x.shape == (0,) else x for x in flat]
-        first, second = Side(*found[5:11]), Side(*found[11:])
-        sides = (first,) if found[11] is None else (first, second)
-        weights, costs, mid_scale, x_states, w_states = found[:5]
-        return Kept(weights, costs, mid_scale, x_states, w_states, sides)
+        found: Any = iter([None if x is None or x.shape == (0,) else x for x in flat])
+        own: Any = {name: next(found) for name in Kept._fields if name != "sides"}
+        first, second = (Side(*[next(found) for _ in Side._fields]) for _ in range(2))
+        return Kept(**own, sides=(first,) if second.points is None else (first, second))
 
 
 KEPT_COUNT = len(Kept._fields) - 1 + 2 * len(Side._fields)
@@ -124,29 +148,27 @@ class Call:
     """The arguments of the operator, and what the forward and the backward pass make of them."""
 
     def __init__(self, *arguments: Any) -> None:
-        (
-            self.query, self.key, self.value, self.slices, self.slice_logits, self.inv_bandwidth,
-            query_mask, key_mask, self.keep, *settings,
-        ) = arguments  # fmt: skip
-        self.settings = Settings(*settings)
-        query, key = self.query, self.key
+        self.operands = Operands(*arguments[:TENSOR_COUNT])
+        self.settings = settings = Settings(*arguments[TENSOR_COUNT:])
+        query, key, query_mask = self.operands.query, self.operands.key, self.operands.query_mask
         self.row_dtype = query.dtype
         q_lengths = masked_lengths(query_mask)
-        one_mask = self.settings.one_mask
+        one_mask = settings.one_mask
         if one_mask and query.dtype == key.dtype and query.shape == key.shape:
             self.tokens: tuple[Tokens, ...] = (Tokens(query, key, query_mask, q_lengths),)
         else:
             if query.dtype != key.dtype:
                 self.row_dtype = torch.promote_types(query.dtype, key.dtype)
-            key_mask = query_mask if one_mask else key_mask
+            key_mask = query_mask if one_mask else self.operands.key_mask
             k_lengths = q_lengths if one_mask else masked_lengths(key_mask)
             self.tokens = (
                 Tokens(query, None, query_mask, q_lengths),
                 Tokens(key, None, key_mask, k_lengths),
             )
-        _, _, _, scale, in_spreads, balanced, metric, *_ = self.settings
         self.fp32_rows = self.row_dtype == torch.float32
-        self.sort_settings = SortSettings(scale, in_spreads, balanced, metric, self.fp32_rows)
+        self.sort_settings = SortSettings(
+            settings.scale, settings.in_spreads, settings.balanced, settings.metric, self.fp32_rows
+        )
 
     def plan(
         self, sides: tuple[SortedSide, ...], mid_scale: Tensor | None
@@ -159,7 +181,7 @@ class Call:
                 mid_scale = queries.scale * keys.scale
             balanced = settings.balanced
             plan = Plan(
-                queries.points, keys.points, queries.order, keys.order, self.inv_bandwidth,
+                queries.points, keys.points, queries.order, keys.order, self.operands.inv_bandwidth,
                 mid_scale, keys.scale if balanced else None, queries.scale if balanced else None,
                 settings.metric,
             )  # fmt: skip
@@ -173,7 +195,9 @@ class Call:
             keys.points.shape[-1], torch.float32,
         )  # fmt: skip
         pieces = Pieces.of(coupling, queries.points.shape[1])
-        plan = pieces.plan(queries, keys, self.inv_bandwidth, settings.balanced, settings.metric)
+        plan = pieces.plan(
+            queries, keys, self.operands.inv_bandwidth, settings.balanced, settings.metric
+        )
         return plan, (queries, keys), coupling, pieces
 
     def centred(self, centre: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -203,7 +227,7 @@ class Call:
             out_scale = out_scale * factor
         in_scale = side.scale if self.settings.balanced else None
         return (
-            side.squares, side.order, out_scale, in_scale, side.points, self.inv_bandwidth,
+            side.squares, side.order, out_scale, in_scale, side.points, self.operands.inv_bandwidth,
             self.settings.metric, self.fp32_rows,
         ), factor  # fmt: skip
 
@@ -216,28 +240,28 @@ class Call:
         """Sums over queries, (batch, L), divided by their number."""
         lengths = self.tokens[0].lengths
         if lengths is None:
-            return total / max(1, self.query.shape[1])
+            return total / max(1, self.operands.query.shape[1])
         return total / lengths.clamp(min=1).unsqueeze(-1)
 
 
 @operator(
     "soft_attention",
-    f"({TENSORS}, {SETTINGS}) -> ({', '.join(['Tensor'] * (1 + KEPT_COUNT))})",
+    f"({ARGUMENTS}) -> ({', '.join(['Tensor'] * (1 + KEPT_COUNT))})",
     keeps=True,
 )
 def soft_attention(*arguments: Any) -> tuple[Tensor | None, ...]:
     """``N · G V``, (batch, N, d), and what the backward pass needs."""
     call = Call(*arguments)
-    settings = call.settings
+    operands, settings = call.operands, call.settings
     sorted_sides = tuple(
-        sort_side(tokens, call.slices, call.inv_bandwidth, call.sort_settings)
+        sort_side(tokens, operands.slices, operands.inv_bandwidth, call.sort_settings)
         for tokens in call.tokens
     )
     plan, _, coupling, _ = call.plan(sorted_sides, None)
     costs = None
     if settings.inverse_temperature:
         mask = call.tokens[-1].mask
-        rows = call.centred(centre(call.key, mask, torch.float32).squeeze(-2))
+        rows = call.centred(centre(operands.key, mask, torch.float32).squeeze(-2))
         sides = tuple(Side(*side, *more) for side, more in zip(sorted_sides, rows, strict=True))
         norms = [
             norm_costs(*call.norm_arguments(side, i, coupling)[0]) for i, side in enumerate(sides)
@@ -248,32 +272,31 @@ def soft_attention(*arguments: Any) -> tuple[Tensor | None, ...]:
     else:
         sides = tuple(Side(*side, None, None) for side in sorted_sides)
     weights = slice_weights(
-        costs, call.slice_logits, call.keep, settings.inverse_temperature, settings.cost_exponent,
-        torch.float32,
+        costs, operands.slice_logits, operands.keep, settings.inverse_temperature,
+        settings.cost_exponent, torch.float32,
     )  # fmt: skip
     batch, slices, _ = plan.query_points.shape
     if weights is None:
         weights = plan.query_points.new_full((batch, slices), 1 / slices)
     elif weights.shape[0] != batch:
         weights = weights.expand(batch, -1).contiguous()
-    out, states = apply_plans(call.value, weights, call.query.shape[1], plan, settings.keep_states)
+    out, states = apply_plans(
+        operands.value, weights, operands.query.shape[1], plan, settings.keep_states
+    )
     mid_scale = plan.mid_scale if settings.one_to_one else None
     return out, *Kept(weights, costs, mid_scale, *states, sides).flat()
 
 
 @soft_attention.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, slices: Tensor | None, slice_logits: Tensor | None,
-    inv_bandwidth: Tensor, query_mask: Tensor | None, key_mask: Tensor | None,
-    keep: Tensor | None, *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    settings = Settings(*rest)
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    operands, settings = Operands(*arguments[:TENSOR_COUNT]), Settings(*arguments[TENSOR_COUNT:])
+    query, key, value, slices = operands.query, operands.key, operands.value, operands.slices
     batch, queries, width = query.shape
     keys = key.shape[1]
     count = width if slices is None else slices.shape[-2]
     both = settings.one_mask and query.dtype == key.dtype and query.shape == key.shape
     row_dtype = torch.promote_types(query.dtype, key.dtype)
-    empty = inv_bandwidth.new_empty
+    empty = operands.inv_bandwidth.new_empty
 
     def side(heads: Any, tokens: Any) -> Side:
         shape = (heads, count, tokens)
@@ -303,7 +326,7 @@ def _(
 
 @operator(
     "soft_attention_backward",
-    f"(Tensor upstream, bool[] needed, {TENSORS}, {SETTINGS}, Tensor?[] kept) "
+    f"(Tensor upstream, bool[] needed, {ARGUMENTS}, Tensor?[] kept) "
     f"-> ({', '.join(['Tensor'] * DIFFERENTIABLE)})",
 )
 def soft_attention_backward(
@@ -315,16 +338,16 @@ def soft_attention_backward(
     one tensor, `ranked` (:meth:`PlanGradients.new` says in which order).
     """
     call, kept = Call(*arguments[:-1]), Kept.of(arguments[-1])
-    settings, sides = call.settings, kept.sides
-    _, _, _, needs_slices, needs_logits, needs_inv_bandwidth = needed
-    value, inv_bandwidth = call.value, call.inv_bandwidth
+    operands, settings, sides = call.operands, call.settings, kept.sides
+    value, inv_bandwidth = operands.value, operands.inv_bandwidth
+    needs = Gradients(*needed)
     sorted_sides = tuple(side.sorted() for side in sides)
     plan, (queries, keys), coupling, pieces = call.plan(sorted_sides, kept.mid_scale)
 
     # Plans, applied to values.
     weighed = kept.costs is not None
     ranked, of_plan = PlanGradients.new(
-        plan, settings.balanced, weighed or needs_logits, needs_inv_bandwidth
+        plan, settings.balanced, weighed or needs.slice_logits, needs.inv_bandwidth
     )
     d_value = torch.zeros_like(value, dtype=torch.float32)
     states = None if kept.x_states is None else (kept.x_states, kept.w_states)
@@ -332,8 +355,8 @@ def soft_attention_backward(
         plan, upstream.to(value.dtype), kept.weights, value, d_value, None, of_plan, states
     )
     d_value = d_value.to(value.dtype)
-    if not any((*needed[:2], *needed[3:])):
-        return None, None, d_value if needed[2] else None, None, None, None
+    if not any(needs._replace(value=False)):
+        return Gradients(None, None, d_value if needs.value else None, None, None, None)
     d_inv_bandwidth = of_plan.summed_inv_bandwidth()
 
     # Slice weights, from costs: of plans between centred rows, and of their squared norms.
@@ -344,13 +367,13 @@ def soft_attention_backward(
     if kept.costs is not None and d_logits is not None:
         d_norms = call.per_token(_cost_gradient(d_logits, kept.costs, settings))
         d_rows, d_ranked, d_inv_crossed = _cross_gradients(
-            call, kept, plan, d_norms * -2, needs_inv_bandwidth
+            call, kept, plan, d_norms * -2, needs.inv_bandwidth
         )
         ranked += d_ranked
         d_inv_bandwidth = _sum(d_inv_bandwidth, d_inv_crossed)
         for i, side in enumerate(sides):
             of_norms.append(_norm_gradients(call, side, i, coupling, d_norms))
-            if needs_inv_bandwidth:
+            if needs.inv_bandwidth:
                 d_inv_norms = bandwidth_gradient(of_norms[i].points, side.points, inv_bandwidth)
                 d_inv_bandwidth = _sum(d_inv_bandwidth, d_inv_norms)
 
@@ -365,8 +388,8 @@ def soft_attention_backward(
             d_norm_scale = of_norms[i].scale
             d_scale = d_norm_scale if d_scale is None else d_norm_scale.add_(d_scale)
         dx, dy, d_slices_here, d_inv_here = sort_side_backward(
-            d_points, d_scale, d_mid_scale, sorted_sides[i], call.tokens[i], call.slices,
-            inv_bandwidth, call.sort_settings, needs_slices, needs_inv_bandwidth,
+            d_points, d_scale, d_mid_scale, sorted_sides[i], call.tokens[i], operands.slices,
+            inv_bandwidth, call.sort_settings, needs.slices, needs.inv_bandwidth,
         )  # fmt: skip
         if d_rows is not None:
             mask, rows = call.tokens[i].mask, sides[i].rows
@@ -376,12 +399,11 @@ def soft_attention_backward(
         d_tokens = [dx, *d_tokens] if dy is None else [dx, dy]
         d_slices = _sum(d_slices, d_slices_here)
         d_inv_bandwidth = _sum(d_inv_bandwidth, d_inv_here)
-    if not needs_logits:
-        d_logits = None
-    elif d_logits is not None and call.slice_logits.shape[0] != d_logits.shape[0]:
-        d_logits = d_logits.sum(0, keepdim=True)
-    gradients = *d_tokens, d_value, d_slices, d_logits, d_inv_bandwidth
-    return tuple(x if need else None for x, need in zip(gradients, needed, strict=True))
+    if d_logits is not None and operands.slice_logits is not None:
+        d_logits = d_logits.sum_to_size(operands.slice_logits.shape)
+    d_query, d_key = d_tokens
+    found = Gradients(d_query, d_key, d_value, d_slices, d_logits, d_inv_bandwidth)
+    return tuple(x if need else None for x, need in zip(found, needs, strict=True))
 
 
 @soft_attention_backward.register_fake
@@ -495,13 +517,23 @@ def _soft(problem: Problem, value: Tensor) -> Tensor:
         inv_bandwidth = inv_bandwidth.expand(batch).contiguous()
     one_to_one = problem.same_lengths
     one_mask = problem.query_mask is problem.key_mask
-    out: Tensor = soft_attention(
+    operands = Operands(
         problem.query, problem.key, value, problem.slices, problem.slice_logits, inv_bandwidth,
-        problem.query_mask, None if one_mask else problem.key_mask, problem.keep, one_to_one,
-        one_mask, _keeps_states(problem, value, one_to_one), problem.scale,
-        options.temperature_unit == "spread", options.balance == "both", options.metric,
-        options.coupling, options.inverse_temperature, options.cost_exponent,
+        problem.query_mask, None if one_mask else problem.key_mask, problem.keep,
     )  # fmt: skip
+    settings = Settings(
+        one_to_one=one_to_one,
+        one_mask=one_mask,
+        keep_states=_keeps_states(problem, value, one_to_one),
+        scale=problem.scale,
+        in_spreads=options.temperature_unit == "spread",
+        balanced=options.balance == "both",
+        metric=options.metric,
+        coupling=options.coupling,
+        inverse_temperature=options.inverse_temperature,
+        cost_exponent=options.cost_exponent,
+    )
+    out: Tensor = soft_attention(*operands, *settings)
     return out
 
 
