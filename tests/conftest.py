@@ -14,44 +14,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-
-def hasten_interpreter() -> None:
-    """Replace functions of Triton's language by interpreted ones once for each launch of a kernel.
-
-    Triton does so whenever a kernel calls a function, which takes a third of the time of the tests
-    that are interpreted. A function sees `triton.language`, or its `core` alone if it is Triton's.
-    """
-    from triton.runtime import interpreter
-
-    language = interpreter.tl
-    replaced: set[tuple[bool, bool]] = set()
-    launch = interpreter.GridExecutor.__call__
-
-    @functools.cache
-    def seen_by(function: Callable[..., object]) -> tuple[bool, bool]:
-        modules = list(function.__globals__.values())
-        return tuple(any(x is y for x in modules) for y in (language, language.core))
-
-    def launched(self: interpreter.GridExecutor, *args: object, **options: object) -> None:
-        replaced.clear()
-        launch(self, *args, **options)
-
-    def called(self: interpreter.InterpretedFunction, *args: object, **options: object) -> object:
-        if seen_by(self.fn) not in replaced:
-            interpreter._patch_lang(self.fn)
-            replaced.add(seen_by(self.fn))
-        try:
-            return self.rewrite()(*args, **options)
-        except Exception as error:
-            raise interpreter.InterpreterError(repr(error)) from error
-
-    interpreter.GridExecutor.__call__ = launched
-    interpreter.InterpretedFunction.__call__ = called
-
-
 if os.environ.get("TRITON_INTERPRET") == "1":
-    with contextlib.suppress(ImportError, AttributeError):  # no triton, or another version
-        hasten_interpreter()
+    with contextlib.suppress(ImportError):  # no triton
+        from tests.interpreter import hasten
+
+        hasten()
 
 # The same examples every time: what fails on one machine fails on all of them. Machines with a GPU
 # need not have hypothesis: the tests that are for them do without.

@@ -1,6 +1,7 @@
 """Kept results: files, merging, claims and their tests, and the page made of them."""
 
 import dataclasses
+import functools
 import math
 import random
 import re
@@ -33,9 +34,14 @@ ROOT = Path(__file__).parents[3]
 SCORES = {"transformer": 90.0, "sinkformer": 95.0, "espformer": 96.0, "espformer-soft": 97.0}
 
 
+@functools.cache
+def patch_sizes():
+    return load_recipe("mnist-patch-size")
+
+
 def run(label, setting, seed, **changes):
     """A result as `collect` gives it, of a run of the patch-size recipe."""
-    recipe = load_recipe("mnist-patch-size")
+    recipe = patch_sizes()
     noise = random.Random(f"{label}{setting}{seed}").gauss(0, 0.1)
     return {
         "recipe": recipe.name, "mechanism": label, "setting": setting, "seed": seed,
