@@ -137,18 +137,22 @@ def test_temperature_is_learnt(qkv):
     )
 
 
-def test_frozen_layers_differ_and_follow_the_global_seed():
-    spec = ESP(slicer="frozen", slices=4)
+@pytest.mark.parametrize("slicer", ["frozen", "learnable"])
+def test_slices_of_layers_differ_and_follow_the_global_seed(slicer):
+    spec = ESP(slicer=slicer, slices=4)
 
     def directions(seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
-        return [spec.bind(HEADS, WIDTH).slicer() for _ in range(2)]
+        return [spec.bind(HEADS, WIDTH, depth=depth).slicer() for depth in range(2)]
 
     first, second = directions(0)
     assert first.shape == (HEADS, 4, WIDTH)
     assert not torch.equal(first, second)
     assert torch.equal(first, directions(0)[0])
     assert not torch.equal(first, directions(1)[0])
+    width = HEADS * WIDTH
+    first, second = (Attention(width, HEADS, mechanism=spec).mechanism for _ in range(2))
+    assert not torch.equal(first.slicer(), second.slicer())
 
 
 @pytest.mark.parametrize("learn_temperature", [False, True])

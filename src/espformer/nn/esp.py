@@ -1,6 +1,7 @@
 """ESP attention as a mechanism: options, slices, parameters and saved state."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from espformer import functional
 from espformer.functional.arguments import check_options, one_of
-from espformer.nn.mechanisms import Mechanism
+from espformer.nn.mechanisms import Mechanism, own_draws
 from espformer.nn.slicers import AxisSlicer, FrozenSlicer, Slicer, make_slicer
 from espformer.ops.esp.options import (
     OPTIONS,
@@ -177,10 +178,8 @@ class ESP(Mechanism):
             if kind == "auto":
                 slices = min(FEW_SLICES, head_dim) if slices is None else slices
                 kind = "axis" if slices == head_dim else "frozen"
-            # Frozen directions come from the global generator, as weights do: layers differ, and
-            # torch.manual_seed decides.
-            seed = int(torch.randint(2**31 - 1, (), device="cpu")) if kind == "frozen" else 0
-            self.slicer = make_slicer(kind, head_dim, slices=slices, heads=heads, seed=seed)
+            with nullcontext(0) if kind == "axis" else own_draws(depth) as seed:
+                self.slicer = make_slicer(kind, head_dim, slices=slices, heads=heads, seed=seed)
         assert self.slicer is not None
         directions = self.slicer()
         if directions is not None and (
