@@ -345,6 +345,16 @@ def test_spearman_of_numbers_that_differ_by_rounding(backend, padded):
     assert sorting.spearman(thousands, torch.arange(3.0), backend=backend, hard=True) == 1
 
 
+def test_spearman_loss_of_equal_predictions_has_no_gradient():
+    """The documentation says so, because a model that predicts one number does not start."""
+    prediction = torch.zeros(3, 20, requires_grad=True)
+    loss = sorting.spearman_loss(prediction, torch.randn(3, 20))
+    loss.backward()
+    assert loss == 1
+    assert not prediction.grad.any()
+    assert "the gradient zero" in sorting.spearman_loss.__doc__
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.float64])
 def test_spearman_loss_of_grades(dtype):
     """Integers are what most targets are; they are ranked as they are, not as rounded ones."""

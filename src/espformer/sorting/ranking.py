@@ -103,6 +103,10 @@ def spearman_loss(
     It trains a model to rank, whatever the scale of its scores. The loss is zero for the correct
     order, about one for a random order, and two for the reverse.
 
+    If all predictions of a row are equal, the loss is one and the gradient zero, since no order is
+    closer than another. A model whose last layer is initialised with zeros therefore never starts
+    to learn: initialise that layer with random numbers.
+
     Args:
         prediction: scores of the model, ranked softly.
         target: ground truth, of any real dtype, such as integer grades: ranked exactly with
