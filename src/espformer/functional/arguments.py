@@ -103,6 +103,13 @@ def check_options(name: str, options: Options) -> ESPOptions:
     return chosen
 
 
+def check_scale(name: str, scale: float | None) -> None:
+    """Raises if a factor on the scores of the baselines is not a number that ESP takes."""
+    wrong = OPTIONS["scale"].metadata["check"](scale)
+    if wrong is not None:
+        raise ValueError(f"{name}: scale {wrong}")
+
+
 def refuse_unknown(name: str, options: Iterable[str], known: Collection[str]) -> None:
     """Raises for the first option that is not a known one."""
     for option in options:
@@ -232,6 +239,11 @@ def _slices(
 ) -> Tensor | None:  # fmt: skip
     if slices is None:
         return None
+    if is_integer(slices):
+        raise TypeError(
+            f"{name}: slices must be a tensor of directions, (slices, head_dim) or (heads, slices, "
+            f"head_dim), got {slices}; espformer.nn.ESP(slices={slices}) draws them"
+        )
     check_tensor(name, "slices", slices)
     if slices.dim() < 2 or slices.shape[-1] != head_dim or slices.shape[-2] == 0:
         raise ValueError(

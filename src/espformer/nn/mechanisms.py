@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from espformer import functional
-from espformer.functional.arguments import one_of
+from espformer.functional.arguments import check_scale, one_of
 from espformer.functional.baselines import SINKHORN_BACKENDS, check_sinkhorn
 
 __all__ = ["Mechanism", "Sinkhorn", "Softmax", "Wrapper"]
@@ -229,6 +229,7 @@ class Softmax(Mechanism):
         super().__init__()
         if not 0 <= dropout < 1:
             raise ValueError(f"Softmax: dropout must be in [0, 1), got {dropout}")
+        check_scale("Softmax", scale)
         self.scale = scale
         self.dropout = dropout
 
@@ -303,7 +304,7 @@ class Sinkhorn(Mechanism):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        check_sinkhorn("Sinkhorn", iterations, epsilon)
+        check_sinkhorn("Sinkhorn", iterations, epsilon, scale)
         one_of("Sinkhorn", "backend", backend, SINKHORN_BACKENDS)
         self.iterations = iterations
         self.epsilon = epsilon
