@@ -91,8 +91,13 @@ def _with_scale(chosen: ESPOptions, width: int) -> ESPOptions:
     return replace(chosen, sort_temperature=t, scale=scale)
 
 
-# What `sorting` calls it, which for difflib is as near to temperature_unit.
-_ALSO_CALLED = {"temperature": "sort_temperature"}
+# What `sorting` and the paper call them, which difflib takes for others or for none.
+_ALSO_CALLED = {
+    "temperature": "sort_temperature",
+    "t": "sort_temperature",
+    "unit": "temperature_unit",
+    "tau": "inverse_temperature",
+}
 
 
 def check_options(name: str, options: Options) -> ESPOptions:
@@ -114,10 +119,17 @@ def refuse_unknown(name: str, options: Iterable[str], known: Collection[str]) ->
     """Raises for the first option that is not a known one."""
     for option in options:
         if option not in known:
-            also = _ALSO_CALLED.get(option, option)
-            near = difflib.get_close_matches(also if also in known else option, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            near = nearest(option, known)
+            hint = f"did you mean {near!r}?" if near else f"there are {', '.join(known)}"
             raise TypeError(f"{name}: there is no option {option!r}; {hint}")
+
+
+def nearest(option: str, known: Collection[str], cutoff: float = 0.6) -> str | None:
+    """The known option that was probably meant, None if no name is as near as `cutoff`."""
+    also = _ALSO_CALLED.get(option, option)
+    return next(
+        iter(difflib.get_close_matches(also if also in known else option, known, 1, cutoff)), None
+    )
 
 
 def flat(x: Tensor, lead: torch.Size) -> Tensor:
