@@ -101,6 +101,18 @@ def test_what_is_imported_when_asked_for(name):
     assert done.returncode == 0, done.stderr
 
 
+def test_exports_and_loading_are_imported_when_asked_for():
+    program = (
+        "import sys, espformer.integrations as module;"
+        "later = {'espformer.integrations.onnx', 'espformer.integrations.pretrained'};"
+        "assert not later & {*sys.modules}; assert {*module.__all__} <= {*dir(module)};"
+        "from espformer.integrations.onnx import export_onnx;"
+        "assert module.export_onnx is export_onnx; assert not hasattr(module, 'nothing')"
+    )
+    done = run_beside_torch(program)
+    assert done.returncode == 0, done.stderr
+
+
 def test_core_needs_torch_alone():
     """Imports the core in a process that sees the standard library, torch and what it requires."""
     program = """
