@@ -89,12 +89,25 @@ def test_public_names_exist():
         getattr(espformer, "nothing")  # noqa: B009
 
 
-@pytest.mark.parametrize("name", ["integrations", "convert", "revert"])
-def test_integrations_are_imported_when_asked_for(name):
+@pytest.mark.parametrize("name", ["integrations", "models", "convert", "revert"])
+def test_what_is_imported_when_asked_for(name):
+    package = "models" if name == "models" else "integrations"
     program = (
-        "import sys, espformer; assert 'espformer.integrations' not in sys.modules;"
-        f"asked = espformer.{name}; import espformer.integrations as module;"
+        f"import sys, espformer; assert 'espformer.{package}' not in sys.modules;"
+        f"asked = espformer.{name}; import espformer.{package} as module;"
         f"assert asked is getattr(module, {name!r}, module)"
+    )
+    done = run_beside_torch(program)
+    assert done.returncode == 0, done.stderr
+
+
+def test_exports_and_loading_are_imported_when_asked_for():
+    program = (
+        "import sys, espformer.integrations as module;"
+        "later = {'espformer.integrations.onnx', 'espformer.integrations.pretrained'};"
+        "assert not later & {*sys.modules}; assert {*module.__all__} <= {*dir(module)};"
+        "from espformer.integrations.onnx import export_onnx;"
+        "assert module.export_onnx is export_onnx; assert not hasattr(module, 'nothing')"
     )
     done = run_beside_torch(program)
     assert done.returncode == 0, done.stderr

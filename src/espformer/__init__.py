@@ -30,7 +30,7 @@ from espformer.functional import (
 from espformer.nn import anneal, harden, set_sort_temperature, set_straight_through, soften
 
 if TYPE_CHECKING:
-    from espformer import integrations
+    from espformer import integrations, models
     from espformer.integrations.calibration import calibrate
     from espformer.integrations.convert import convert, revert
 
@@ -47,6 +47,7 @@ __all__ = [
     "functional",
     "harden",
     "integrations",
+    "models",
     "nn",
     "revert",
     "set_sort_temperature",
@@ -60,10 +61,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import ``integrations``, and the names taken from it, on first use."""
-    if name in ("calibrate", "convert", "integrations", "revert"):
-        module = importlib.import_module("espformer.integrations")
-        return module if name == "integrations" else getattr(module, name)
+    """Import ``models``, ``integrations`` and the names taken from it on first use."""
+    if name in ("integrations", "models"):
+        return importlib.import_module(f"espformer.{name}")
+    if name in ("calibrate", "convert", "revert"):
+        return getattr(importlib.import_module("espformer.integrations"), name)
     raise AttributeError(f"module 'espformer' has no attribute {name!r}")
 
 

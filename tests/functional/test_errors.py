@@ -1,5 +1,6 @@
 """Mistakes are named: what was wrong, what is expected, what to do."""
 
+import math
 import re
 
 import pytest
@@ -14,7 +15,7 @@ from espformer import (
     sorting,
 )
 from espformer.functional import sinkhorn_plan, softmax_attention, softmax_plan
-from espformer.nn import Uniform
+from espformer.nn import ESP, Sinkhorn, Softmax, Uniform
 from tests.compare import tokens
 
 QUERY, KEY, VALUE = (x.float() for x in tokens(2, 3, n=5, m=4))
@@ -76,6 +77,28 @@ def packed(attention):
 
 
 PACKED = [packed(esp_attention_varlen), packed(sinkhorn_attention_varlen)]
+
+
+@pytest.mark.parametrize("scale", [0.0, 0, -0.5, math.inf, math.nan])
+def test_scales_that_are_not_positive(scale):
+    wanted = re.escape(f"scale must be > 0 and finite, got {scale} (leave it out for head_dim")
+    for attention in ATTENTIONS + PACKED:
+        with pytest.raises(
+            ValueError, match=f"^{attention.__name__.removesuffix('_varlen')}: {wanted}"
+        ):
+            attention(*SELF, scale=scale)
+    for plan in PLANS:
+        with pytest.raises(ValueError, match=f"^{plan.__name__}: {wanted}"):
+            plan(*SELF[:2], scale=scale)
+    for mechanism in (ESP, Sinkhorn, Softmax):
+        with pytest.raises(ValueError, match=f"^{mechanism.__name__}: {wanted}"):
+            mechanism(scale=scale)
+
+
+def test_a_number_of_slices_is_not_their_directions():
+    wanted = re.escape("(slices, head_dim) or (heads, slices, head_dim), got 8; espformer.nn.ESP(")
+    with pytest.raises(TypeError, match=f"esp_attention: slices must be a tensor of .*{wanted}"):
+        esp_attention(QUERY, KEY, VALUE, slices=8)
 
 
 @pytest.mark.parametrize("attention", [*ATTENTIONS, *PLANS, *PACKED])

@@ -175,3 +175,17 @@ def test_a_class_token_reads_by_softmax_unless_told():
     assert isinstance(mechanism.base, ESP)
     assert isinstance(VisionTransformer(**sizes, pool="mean").blocks[0].attn.mechanism, ESP)
     assert isinstance(VisionTransformer(**sizes, mechanism=ESP()).blocks[0].attn.mechanism, ESP)
+
+
+def test_first_weights_do_not_depend_on_the_mechanism():
+    def state(mechanism):
+        torch.manual_seed(0)
+        return VisionTransformer(
+            image_size=16, patch_size=4, dim=48, depth=2, heads=3, classes=10, mechanism=mechanism
+        ).state_dict()
+
+    plain, esp = state(Softmax()), state(ClassToken(ESP()))
+    assert all(torch.equal(tensor, esp[name]) for name, tensor in plain.items())
+    slices = [tensor for name, tensor in esp.items() if name.endswith("slicer.directions")]
+    assert len(slices) == 2
+    assert not torch.equal(*slices)

@@ -137,18 +137,22 @@ def test_temperature_is_learnt(qkv):
     )
 
 
-def test_frozen_layers_differ_and_follow_the_global_seed():
-    spec = ESP(slicer="frozen", slices=4)
+@pytest.mark.parametrize("slicer", ["frozen", "learnable"])
+def test_slices_of_layers_differ_and_follow_the_global_seed(slicer):
+    spec = ESP(slicer=slicer, slices=4)
 
     def directions(seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
-        return [spec.bind(HEADS, WIDTH).slicer() for _ in range(2)]
+        return [spec.bind(HEADS, WIDTH, depth=depth).slicer() for depth in range(2)]
 
     first, second = directions(0)
     assert first.shape == (HEADS, 4, WIDTH)
     assert not torch.equal(first, second)
     assert torch.equal(first, directions(0)[0])
     assert not torch.equal(first, directions(1)[0])
+    width = HEADS * WIDTH
+    first, second = (Attention(width, HEADS, mechanism=spec).mechanism for _ in range(2))
+    assert not torch.equal(first.slicer(), second.slicer())
 
 
 @pytest.mark.parametrize("learn_temperature", [False, True])
@@ -369,3 +373,46 @@ def test_a_temperature_by_its_short_name(qkv):
         ESP(temperature=0.1)
     with pytest.raises(TypeError, match=message):
         functional.esp_attention(*qkv, temperature=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("temperature", "sort_temperature"),
+        ("t", "sort_temperature"),
+        ("unit", "temperature_unit"),
+        ("tau", "inverse_temperature"),
+        ("sort_temprature", "sort_temperature"),
+        ("strait_through", "straight_through"),
+        ("slices_dropout", "slice_dropout"),
+    ],
+)
+def test_a_misspelt_option_is_not_set_silently(name, meant):
+    for esp in (ESP(), ESP(learn_temperature=True).bind(HEADS, WIDTH)):
+        for value in (0.1, nn.Parameter(torch.ones(HEADS))):
+            with pytest.raises(AttributeError, match=f"no option '{name}', so .* mean '{meant}'"):
+                setattr(esp, name, value)
+        assert not hasattr(esp, name)
+
+
+def test_other_attributes_can_be_set(qkv):
+    esp = ESP(learn_temperature=True, learn_slice_weights=True).bind(HEADS, WIDTH).double()
+    esp.qconfig, esp.ds_id, esp._hidden, esp.temperature_log = None, 3, 4, [0.3]
+    esp.extra, esp.weight = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+    esp.register_buffer("seen", torch.zeros(()))
+    esp.seen = torch.ones(())
+    esp.log_sort_temperature = nn.Parameter(esp.log_sort_temperature.detach() + 0.1)
+    esp.register_forward_hook(lambda *_: None)
+    for name in OPTIONS:
+        if name != "sort_temperature":
+            setattr(esp, name, getattr(esp, name))
+    expected = esp(*qkv)
+    file = io.BytesIO()
+    del esp._forward_hooks[next(iter(esp._forward_hooks))]  # a lambda cannot be pickled
+    torch.save(esp, file)
+    file.seek(0)
+    for other in (copy.deepcopy(esp), torch.load(file, weights_only=False)):
+        assert other.ds_id == 3
+        torch.testing.assert_close(other(*qkv), expected)
+        other.load_state_dict(esp.state_dict())
+        assert not other.eval().training

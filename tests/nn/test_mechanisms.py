@@ -8,7 +8,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from espformer import functional
-from espformer.nn import ESP, Differential, FrozenSlicer, Mechanism, Sinkhorn, Softmax
+from espformer.nn import (
+    ESP,
+    Attention,
+    Differential,
+    FrozenSlicer,
+    Mechanism,
+    Sinkhorn,
+    Softmax,
+)
 
 HEADS, WIDTH = 4, 6
 
@@ -222,6 +230,16 @@ def test_a_description_is_not_shared():
     assert not second.base.hard
     assert spec.heads is None
     assert not list(spec.parameters())
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_weights_do_not_depend_on_the_mechanism(name):
+    def layers(mechanism: Mechanism) -> torch.nn.ModuleList:
+        torch.manual_seed(3)
+        return torch.nn.ModuleList(Attention(24, 4, mechanism=mechanism) for _ in range(2))
+
+    plain, other = layers(Softmax()).state_dict(), layers(MECHANISMS[name]()).state_dict()
+    assert all(torch.equal(tensor, other[key]) for key, tensor in plain.items())
 
 
 def test_bound_again_for_other_sizes():

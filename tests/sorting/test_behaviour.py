@@ -323,6 +323,38 @@ def test_spearman_is_that_of_scipy():
     torch.testing.assert_close(sorting.spearman_loss(x, y, reduction="sum"), loss.sum())
 
 
+@pytest.mark.parametrize("backend", ["cpu", "linear", "dense"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_spearman_of_numbers_that_differ_by_rounding(backend, padded):
+    """They count as equal if and only if the sort takes them for equal and has no gradient."""
+    spread = torch.tensor([1e-7, 3e-7, 5e-7, 8e-7, 2e-6, 1e-5]).unsqueeze(-1)
+    noise = torch.randn(6, 200)
+    noise = (noise - noise.mean(-1, True)) / noise.std(-1, keepdim=True)
+    x = (0.5 * (1 + spread * noise)).requires_grad_()
+    options = {"backend": backend, "mask": torch.arange(200) < 180 if padded else None}
+    loss = sorting.spearman_loss(x, x.detach(), reduction="none", **options)
+    loss.sum().backward()
+    assert (loss[:4] == 1).all()
+    assert not x.grad[:4].any()
+    assert (loss[4:] < 0.1).all()
+    assert x.grad[4:].any(-1).all()
+    assert not sorting.spearman(x, noise, **options)[:4].any()
+    assert not sorting.spearman(noise, x, **options)[:4].any()
+    thousands = torch.tensor([1000001.0, 1000002.0, 1000003.0])
+    assert sorting.spearman(thousands, torch.arange(3.0), backend=backend) == 0
+    assert sorting.spearman(thousands, torch.arange(3.0), backend=backend, hard=True) == 1
+
+
+def test_spearman_loss_of_equal_predictions_has_no_gradient():
+    """The documentation says so, because a model that predicts one number does not start."""
+    prediction = torch.zeros(3, 20, requires_grad=True)
+    loss = sorting.spearman_loss(prediction, torch.randn(3, 20))
+    loss.backward()
+    assert loss == 1
+    assert not prediction.grad.any()
+    assert "the gradient zero" in sorting.spearman_loss.__doc__
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.float64])
 def test_spearman_loss_of_grades(dtype):
     """Integers are what most targets are; they are ranked as they are, not as rounded ones."""

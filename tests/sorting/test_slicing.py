@@ -194,3 +194,30 @@ def test_costs_in_groups_under_torch_func(monkeypatch):
     whole = torch.func.grad(total)(x)
     monkeypatch.setattr(linear, "GROUP_ELEMENTS", 3 * x.numel())
     torch.testing.assert_close(torch.func.grad(total)(x), whole)
+
+
+def test_a_generator_draws_the_directions():
+    x, y, _ = clouds(12)
+
+    def draw(seed: int | None) -> list[torch.Tensor]:
+        def new() -> torch.Generator | None:
+            return None if seed is None else torch.Generator().manual_seed(seed)
+
+        distance = sliced_wasserstein(x, y, slices=5, generator=new())
+        return [distance, sliced_plan(x, y, slices=5, generator=new()).cost]
+
+    state = torch.get_rng_state()
+    for first, again, other in zip(draw(0), draw(0), draw(1), strict=True):
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
+    assert torch.equal(state, torch.get_rng_state())
+    for first, second in zip(draw(None), draw(None), strict=True):  # of the global generator
+        assert not torch.equal(first, second)
+    generator = torch.Generator()
+    first, second = (sliced_plan(x, y, slices=5, generator=generator).cost for _ in range(2))
+    assert not torch.equal(first, second)
+    for function in (sliced_wasserstein, sliced_plan):
+        with pytest.raises(
+            TypeError, match=r"generator must be a torch.Generator, got int \(for a"
+        ):
+            function(x, y, generator=0)

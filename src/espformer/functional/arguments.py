@@ -91,8 +91,13 @@ def _with_scale(chosen: ESPOptions, width: int) -> ESPOptions:
     return replace(chosen, sort_temperature=t, scale=scale)
 
 
-# What `sorting` calls it, which for difflib is as near to temperature_unit.
-_ALSO_CALLED = {"temperature": "sort_temperature"}
+# What `sorting` and the paper call them, which difflib takes for others or for none.
+_ALSO_CALLED = {
+    "temperature": "sort_temperature",
+    "t": "sort_temperature",
+    "unit": "temperature_unit",
+    "tau": "inverse_temperature",
+}
 
 
 def check_options(name: str, options: Options) -> ESPOptions:
@@ -103,14 +108,28 @@ def check_options(name: str, options: Options) -> ESPOptions:
     return chosen
 
 
+def check_scale(name: str, scale: float | None) -> None:
+    """Raises if a factor on the scores of the baselines is not a number that ESP takes."""
+    wrong = OPTIONS["scale"].metadata["check"](scale)
+    if wrong is not None:
+        raise ValueError(f"{name}: scale {wrong}")
+
+
 def refuse_unknown(name: str, options: Iterable[str], known: Collection[str]) -> None:
     """Raises for the first option that is not a known one."""
     for option in options:
         if option not in known:
-            also = _ALSO_CALLED.get(option, option)
-            near = difflib.get_close_matches(also if also in known else option, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            near = nearest(option, known)
+            hint = f"did you mean {near!r}?" if near else f"there are {', '.join(known)}"
             raise TypeError(f"{name}: there is no option {option!r}; {hint}")
+
+
+def nearest(option: str, known: Collection[str], cutoff: float = 0.6) -> str | None:
+    """The known option that was probably meant, None if no name is as near as `cutoff`."""
+    also = _ALSO_CALLED.get(option, option)
+    return next(
+        iter(difflib.get_close_matches(also if also in known else option, known, 1, cutoff)), None
+    )
 
 
 def flat(x: Tensor, lead: torch.Size) -> Tensor:
@@ -232,6 +251,11 @@ def _slices(
 ) -> Tensor | None:  # fmt: skip
     if slices is None:
         return None
+    if is_integer(slices):
+        raise TypeError(
+            f"{name}: slices must be a tensor of directions, (slices, head_dim) or (heads, slices, "
+            f"head_dim), got {slices}; espformer.nn.ESP(slices={slices}) draws them"
+        )
     check_tensor(name, "slices", slices)
     if slices.dim() < 2 or slices.shape[-1] != head_dim or slices.shape[-2] == 0:
         raise ValueError(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from espformer.functional.arguments import (
     are_nested,
+    check_scale,
     check_tokens,
     one_of,
     refuse_causal,
@@ -65,6 +66,7 @@ def softmax_attention(
         Vaswani et al., Attention is all you need, NeurIPS 2017.
     """
     check_tokens("softmax_attention", query=query, key=key, value=value)
+    check_scale("softmax_attention", scale)
     query_mask, key_mask = resolve_masks("softmax_attention", query, key, query_mask, key_mask)
     pairs = None
     present = None if query_mask is None else query_mask.unsqueeze(-1)
@@ -110,6 +112,7 @@ def softmax_plan(
         True
     """
     check_tokens("softmax_plan", query=query, key=key)
+    check_scale("softmax_plan", scale)
     query_mask, key_mask = resolve_masks("softmax_plan", query, key, query_mask, key_mask)
     # Softmax is Sinkhorn's algorithm stopped after its first update.
     return sinkhorn_matrix(
@@ -185,7 +188,7 @@ def sinkhorn_attention(
         )
         return attend_nested("sinkhorn_attention", attention, query, key, value)
     check_tokens("sinkhorn_attention", query=query, key=key, value=value)
-    check_sinkhorn("sinkhorn_attention", iterations, epsilon)
+    check_sinkhorn("sinkhorn_attention", iterations, epsilon, scale)
     query_mask, key_mask = resolve_masks("sinkhorn_attention", query, key, query_mask, key_mask)
     one_of("sinkhorn_attention", "backend", backend, SINKHORN_BACKENDS)
     kernels = _kernels("sinkhorn_attention", backend, query, key, value)
@@ -235,7 +238,7 @@ def sinkhorn_plan(
     """
     check_tokens("sinkhorn_plan", query=query, key=key)
     refuse_causal("sinkhorn_plan", is_causal)
-    check_sinkhorn("sinkhorn_plan", iterations, epsilon)
+    check_sinkhorn("sinkhorn_plan", iterations, epsilon, scale)
     query_mask, key_mask = resolve_masks("sinkhorn_plan", query, key, query_mask, key_mask)
     return sinkhorn_matrix(
         query,
@@ -272,7 +275,8 @@ def _default_scale(query: Tensor, scale: float | None) -> float:
     return query.shape[-1] ** -0.5 if scale is None else scale
 
 
-def check_sinkhorn(name: str, iterations: int, epsilon: float) -> None:
+def check_sinkhorn(name: str, iterations: int, epsilon: float, scale: float | None) -> None:
+    check_scale(name, scale)
     if not isinstance(iterations, int) or iterations < 0:
         raise ValueError(
             f"{name}: iterations must be an integer >= 0, got {iterations} (0 and 1 are softmax "

@@ -30,6 +30,7 @@ from espformer.ops.esp.options import ESPOptions, Options, takes_options
 from espformer.ops.esp.problem import Problem
 
 BACKENDS = ("auto", "dense", "linear", "cpu", "triton")
+"""The implementations that `backend` can name, see :func:`esp_attention`."""
 
 TESTED_NUMBA = "0.68"
 _broken: list[str] = []  # why the kernels for CPUs cannot be used, so that this is tried once

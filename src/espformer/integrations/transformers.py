@@ -239,8 +239,9 @@ def _mechanism_of(module: nn.Module) -> tuple[Mechanism | None, bool, str]:
         layer = getattr(module, "layer_idx", None) or 0
         with torch.random.fork_rng(devices=[]):
             # Random directions are not saved, so every model must draw the same ones.
+            # The seed tells layers apart, and without parameters nothing else depends on the depth.
             torch.manual_seed(layer)
-            mechanism = mechanism.bind(heads, head_dim, depth=layer)
+            mechanism = mechanism.bind(heads, head_dim)
         weight = next(module.parameters(), None)
         mechanism = mechanism if weight is None else mechanism.to(weight.device)
         made = module.__dict__["_espformer_made"] = (settings, mechanism)

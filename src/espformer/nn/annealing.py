@@ -5,13 +5,18 @@ and returns the names of the modules it changed. The settings are saved in the m
 An average of weights does not follow them by itself, see :func:`copy_sort_settings`.
 
 The paper's procedure: train soft, fine-tune while the temperature is multiplied by a factor each
-epoch, then sort exactly.
+epoch, then sort exactly. Fine-tune at a learning rate far below that of training: on Cats and Dogs
+annealing cost 4 points of accuracy at the rate of training, 5e-4, and nothing at 3e-5.
 
-    >>> from espformer.nn import Attention, anneal, exponential_schedule, harden
+    >>> from espformer.nn import Attention, exponential_schedule, get_sort_temperatures, harden
     >>> from espformer.nn import set_sort_temperature
     >>> model = Attention(32, heads=4)
-    >>> for temperature in exponential_schedule(1e-3, factor=0.8, epochs=40):
+    >>> start = get_sort_temperatures(model)["mechanism"]
+    >>> schedule = exponential_schedule(start, factor=0.8, epochs=40)
+    >>> for temperature in schedule:
     ...     changed = set_sort_temperature(model, temperature)  # then train for an epoch
+    >>> f"from {start} to {schedule[0]:.2f}, {schedule[1]:.3f}, ..., {schedule[-1]:.1g}"
+    'from 0.3 to 0.24, 0.192, ..., 4e-05'
     >>> harden(model)
     ['mechanism']
 """
@@ -208,6 +213,8 @@ def exponential_schedule(start: float, factor: float, epochs: int) -> list[float
     and the last epoch trains at ``start * factor ** epochs``.
 
     Example:
+        The paper's models have t = 1e-3, absolute and squared:
+
         >>> schedule = exponential_schedule(1e-3, factor=0.8, epochs=40)
         >>> len(schedule), f"{schedule[0]:.1e}", f"{schedule[-1]:.1e}"
         (40, '8.0e-04', '1.3e-07')

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from espformer.nn.mechanisms import Mechanism
+from espformer.nn.mechanisms import Mechanism, own_draws
 
 __all__ = ["Differential"]
 
@@ -96,7 +96,8 @@ class Differential(Mechanism):
         self.lambda_q2 = nn.Parameter(torch.empty(width))
         self.lambda_k2 = nn.Parameter(torch.empty(width))
         self.norm = nn.RMSNorm(joined, eps=1e-5)
-        self.reset_parameters()
+        with own_draws(depth):
+            self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Re-initialise the vectors of λ and the norm; the base keeps its parameters."""

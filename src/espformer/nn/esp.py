@@ -1,6 +1,7 @@
 """ESP attention as a mechanism: options, slices, parameters and saved state."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -8,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from espformer import functional
-from espformer.functional.arguments import check_options, one_of
-from espformer.nn.mechanisms import Mechanism
+from espformer.functional.arguments import check_options, nearest, one_of
+from espformer.nn.mechanisms import Mechanism, own_draws
 from espformer.nn.slicers import AxisSlicer, FrozenSlicer, Slicer, make_slicer
 from espformer.ops.esp.options import (
     OPTIONS,
@@ -38,7 +39,8 @@ class ESP(Mechanism):
     :func:`espformer.esp_attention` has the other formulas. With the default τ = 0 and without
     learnt slice weights b, this is the plain mean.
 
-    The options below are also attributes and can be changed at any time. Temperature, its unit,
+    The options below are also attributes and can be changed at any time. Attributes whose names are
+    nearly those of options are refused. Temperature, its unit,
     `hard`, `ties` and `straight_through` change while a model is trained, annealed and hardened, so
     they are part of its state dict: a checkpoint restores them and overrides the constructor. They
     are stored as Python values, which a cast to 16 bits does not round and which need no device
@@ -153,6 +155,20 @@ class ESP(Mechanism):
             self.sort_temperature = temperature
         self.options = replace(self.options, **options)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, unless its name is nearly that of an option, which would do nothing.
+
+        Other new names are allowed, since tools for training and quantisation set their own.
+        """
+        known = name.startswith("_") or hasattr(type(self), name) or hasattr(self, name)
+        near = None if known else nearest(name, OPTIONS, cutoff=0.85)
+        if near is not None:
+            raise AttributeError(
+                f"ESP: there is no option {name!r}, so setting it would change nothing; did you "
+                f"mean {near!r}?"
+            )
+        super().__setattr__(name, value)
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Add a parameter, as torch does for an attribute that is one."""
         if name in OPTIONS:
@@ -177,10 +193,8 @@ class ESP(Mechanism):
             if kind == "auto":
                 slices = min(FEW_SLICES, head_dim) if slices is None else slices
                 kind = "axis" if slices == head_dim else "frozen"
-            # Frozen directions come from the global generator, as weights do: layers differ, and
-            # torch.manual_seed decides.
-            seed = int(torch.randint(2**31 - 1, (), device="cpu")) if kind == "frozen" else 0
-            self.slicer = make_slicer(kind, head_dim, slices=slices, heads=heads, seed=seed)
+            with nullcontext(0) if kind == "axis" else own_draws(depth) as seed:
+                self.slicer = make_slicer(kind, head_dim, slices=slices, heads=heads, seed=seed)
         assert self.slicer is not None
         directions = self.slicer()
         if directions is not None and (

@@ -20,14 +20,16 @@ mechanism                             parameters
 ===================================== =====================================================
 """
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from espformer import functional
-from espformer.functional.arguments import one_of
+from espformer.functional.arguments import check_scale, one_of
 from espformer.functional.baselines import SINKHORN_BACKENDS, check_sinkhorn
 
 __all__ = ["Mechanism", "Sinkhorn", "Softmax", "Wrapper"]
@@ -106,6 +108,10 @@ class Mechanism(nn.Module):
     ) -> Self:
         """A copy of this mechanism with parameters for a layer of these sizes.
 
+        Random slices and parameters depend on the state of torch's global generator and on `depth`.
+        The generator is left as it was, so the other weights of a model do not depend on its
+        mechanism. If nothing is drawn between two calls, only the depth tells them apart.
+
         Args:
             heads: number of heads.
             head_dim: width of a head.
@@ -140,7 +146,7 @@ class Mechanism(nn.Module):
             >>> Softmax().extra_parameters(6, 64), ESP(slicer="learnable").extra_parameters(6, 64)
             (0, 24576)
         """
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        with torch.device("meta"):
             bound = self.bind(heads, head_dim)
         return sum(parameter.numel() for parameter in bound.parameters())
 
@@ -163,6 +169,25 @@ class Mechanism(nn.Module):
                 f"{name}: bound to {self.heads} heads of width {self.head_dim}, got a query of "
                 f"shape {tuple(query.shape)}, which has {query.shape[-3]} of {query.shape[-1]}"
             )
+
+
+@contextlib.contextmanager
+def own_draws(depth: int) -> Iterator[int]:
+    """Draw what belongs to the mechanism of one layer, and leave the generators as they were.
+
+    The generators get a seed of their own, which is returned, too. Otherwise a mechanism would draw
+    the same numbers as the weights after it, and as other layers if nothing is drawn in between.
+    """
+    device = torch.get_default_device()
+    cuda = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if cuda else []):
+        drawn = torch.randint(2**31 - 1, (depth + 1,), device="cpu")[depth]
+        seed = int(drawn) if type(drawn) is Tensor else 0  # fake tensors hold no numbers
+        torch.default_generator.manual_seed(seed)
+        if cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield seed
 
 
 class Wrapper(Mechanism):
@@ -204,6 +229,7 @@ class Softmax(Mechanism):
         super().__init__()
         if not 0 <= dropout < 1:
             raise ValueError(f"Softmax: dropout must be in [0, 1), got {dropout}")
+        check_scale("Softmax", scale)
         self.scale = scale
         self.dropout = dropout
 
@@ -278,7 +304,7 @@ class Sinkhorn(Mechanism):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        check_sinkhorn("Sinkhorn", iterations, epsilon)
+        check_sinkhorn("Sinkhorn", iterations, epsilon, scale)
         one_of("Sinkhorn", "backend", backend, SINKHORN_BACKENDS)
         self.iterations = iterations
         self.epsilon = epsilon

@@ -18,3 +18,4 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "softmax": Softmax,
     "uniform": Uniform,
 }
+"""The mechanisms by their names in recipes, configurations and commands."""

@@ -73,7 +73,9 @@ def spearman(x: Tensor, y: Tensor, *, dim: int = -1, **options: Unpack[SortOptio
             ``scipy.stats.spearmanr`` does. Masked pairs are ignored.
 
     Returns:
-        The correlation, in the shape of x without `dim`; zero if all x or all y are equal.
+        The correlation, in the shape of x without `dim`; zero if all x or all y are equal. In units
+        of the spread, numbers of float32 whose spread is below a millionth of the largest count as
+        equal, since they differ by little more than rounding (``hard=True`` tells them apart).
 
     Example:
         >>> import torch
@@ -85,7 +87,7 @@ def spearman(x: Tensor, y: Tensor, *, dim: int = -1, **options: Unpack[SortOptio
     x, y = _broadcast("spearman", x=x, y=y)
     a = prepare("spearman", x, dim, False, **options)
     b = prepare("spearman", y, dim, False, "y", **options)
-    return _correlation(ranks(a), ranks(b), a).view(a.lead)
+    return _correlation(a, ranks(a), b, ranks(b)).view(a.lead)
 
 
 def spearman_loss(
@@ -100,6 +102,10 @@ def spearman_loss(
 
     It trains a model to rank, whatever the scale of its scores. The loss is zero for the correct
     order, about one for a random order, and two for the reverse.
+
+    If all predictions of a row are equal, the loss is one and the gradient zero, since no order is
+    closer than another. A model whose last layer is initialised with zeros therefore never starts
+    to learn: initialise that layer with random numbers.
 
     Args:
         prediction: scores of the model, ranked softly.
@@ -130,9 +136,9 @@ def spearman_loss(
     grades = not (target.is_floating_point() or target.is_complex())
     # float32 does not tell all integers apart; their ranks it does.
     numbers = target.double() if grades else target.detach()
-    true = ranks(prepare(name, numbers, dim, False, "target", **exact))
-    true = true.to(soft.numbers.dtype) if grades else true
-    loss = 1 - _correlation(ranks(soft), true, soft).view(soft.lead)
+    hard = prepare(name, numbers, dim, False, "target", **exact)
+    true = ranks(hard).to(soft.numbers.dtype) if grades else ranks(hard)
+    loss = 1 - _correlation(soft, ranks(soft), hard, true).view(soft.lead)
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
@@ -154,18 +160,20 @@ def _broadcast(name: str, **pair: Tensor) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def _correlation(a: Tensor, b: Tensor, sort: SoftSort) -> Tensor:
-    """Pearson's correlation of unmasked entries per row, (batch,); zero if a row is constant."""
-    lengths = sort.lengths.clamp(min=1)
+def _correlation(x: SoftSort, a: Tensor, y: SoftSort, b: Tensor) -> Tensor:
+    """Pearson's correlation of the ranks a of x and b of y, (batch,); zero if a row is constant."""
+    lengths = x.lengths.clamp(min=1)
 
     def centred(rows: Tensor) -> Tensor:
         rows = (rows - rows.sum(-1, keepdim=True) / lengths) / lengths
-        return rows if sort.mask is None else rows.masked_fill(~sort.mask, 0)
+        return rows if x.mask is None else rows.masked_fill(~x.mask, 0)
 
     a, b = centred(a), centred(b)
     norms = a.square().sum(-1) * b.square().sum(-1)
     # Ranks of equal numbers differ only by rounding, which must not count as correlation.
     epsilon = (torch.finfo(a.dtype).eps * 8) ** 2
     constant = torch.minimum(a.square().mean(-1), b.square().mean(-1)) <= epsilon
+    for flat in (x.constant, y.constant):
+        constant = constant if flat is None else constant | flat
     correlation = (a * b).sum(-1) / norms.masked_fill(constant, 1).sqrt()
     return correlation.masked_fill(constant, 0)

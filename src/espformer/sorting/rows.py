@@ -34,6 +34,7 @@ from espformer.ops.esp.problem import (
     Problem,
     near_one,
     with_spread,
+    without_spread,
 )
 
 SPACING = 1024.0  # distance between ranks, in kernel widths
@@ -76,6 +77,20 @@ class SoftSort:
         if self.mask is None:
             return self.numbers.new_full((self.numbers.shape[0], 1), self.count)
         return self.mask.sum(-1, keepdim=True, dtype=self.numbers.dtype)
+
+    @property
+    def constant(self) -> Tensor | None:
+        """Whether the sort takes the numbers of a row for equal, (batch,); None if it never does.
+
+        In units of their spread, numbers without one have no gradient, though their soft ranks
+        differ a little.
+        """
+        options = self.options
+        if self.unit != "spread" or options.hard or options.straight_through:
+            return None
+        mask = None if self.mask is None else self.mask.unsqueeze(1)
+        rows, _ = near_one(self.numbers)
+        return without_spread(rows.unsqueeze(1), mask).flatten()
 
     @property
     def positions(self) -> Tensor:

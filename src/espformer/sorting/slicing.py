@@ -44,6 +44,7 @@ def sliced_wasserstein(
     p: float = 2.0,
     x_mask: Tensor | None = None,
     y_mask: Tensor | None = None,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     r"""The sliced Wasserstein distance of two point clouds, batched.
 
@@ -59,6 +60,9 @@ def sliced_wasserstein(
         slices: how many directions to draw, or Θ itself, ``(L, m)``, rows of unit norm.
         p: the power, at least one.
         x_mask, y_mask: ``(..., N)`` and ``(..., M)``, True = takes part.
+        generator: draws the directions, if `slices` is a number, and may be on another device. By
+            default torch's global generator draws, so every call has new directions. For the same
+            ones in every call pass Θ, or a generator with the same seed.
 
     Returns:
         The shape of x without its last two dimensions.
@@ -73,7 +77,7 @@ def sliced_wasserstein(
     name = "sliced_wasserstein"
     if not p >= 1:
         raise ValueError(f"{name}: p must be at least 1, got {p}")
-    problem, lead = _problem(name, x, y, slices, x_mask, y_mask)
+    problem, lead = _problem(name, x, y, slices, generator, x_mask, y_mask)
     with without_autocast(x.device):
         q, k = problem.projections()
     a, b = linear.sort_tokens(q, problem.query_mask), linear.sort_tokens(k, problem.key_mask)
@@ -95,7 +99,12 @@ def sliced_wasserstein(
 
 
 def sliced_plan(
-    x: Tensor, y: Tensor, *, slices: int | Tensor = 64, mask: Tensor | None = None
+    x: Tensor,
+    y: Tensor,
+    *,
+    slices: int | Tensor = 64,
+    mask: Tensor | None = None,
+    generator: torch.Generator | None = None,
 ) -> SlicedPlan:
     """The matching of two point clouds on every slice, as permutations, batched.
 
@@ -109,6 +118,8 @@ def sliced_plan(
         x, y: ``(..., N, m)``, with the same number of points; leading dimensions broadcast.
         slices: how many directions to draw, or Θ itself, ``(L, m)``.
         mask: ``(..., N)``, True = takes part, for both clouds; masked points are matched last.
+        generator: draws the directions, as in :func:`sliced_wasserstein`; without it, every call
+            has new ones from torch's global generator.
 
     Returns:
         `matches`, ``(..., L, N)``: x[i] is matched with ``y[matches[l, i]]``, where equal
@@ -125,7 +136,7 @@ def sliced_plan(
         (True, torch.Size([5, 8]))
     """
     name = "sliced_plan"
-    problem, lead = _problem(name, x, y, slices, mask, mask, ("mask", "mask"))
+    problem, lead = _problem(name, x, y, slices, generator, mask, mask, ("mask", "mask"))
     if x.shape[-2] != y.shape[-2]:
         raise ValueError(
             f"{name}: x and y must have equally many points, got {tuple(x.shape)} and "
@@ -163,8 +174,9 @@ def _costs(x: Tensor, y: Tensor, matches: Tensor) -> Tensor:
 
 
 def _problem(
-    name: str, x: Tensor, y: Tensor, slices: int | Tensor, x_mask: Tensor | None,
-    y_mask: Tensor | None, labels: tuple[str, str] = ("x_mask", "y_mask"),
+    name: str, x: Tensor, y: Tensor, slices: int | Tensor, generator: torch.Generator | None,
+    x_mask: Tensor | None, y_mask: Tensor | None,
+    labels: tuple[str, str] = ("x_mask", "y_mask"),
 ) -> tuple[Problem, torch.Size]:  # fmt: skip
     """Hard attention between the points, whose projections are sorted.
 
@@ -172,14 +184,20 @@ def _problem(
     """
     check_tokens(name, ("batch", "points", "width"), x=x, y=y)
     width = x.shape[-1]
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"{name}: generator must be a torch.Generator, got {type(generator).__name__} (for a "
+            "seed pass torch.Generator().manual_seed(seed))"
+        )
     if not isinstance(slices, Tensor):
         if not is_integer(slices) or slices < 1:
             raise ValueError(
                 f"{name}: slices must be an integer of at least 1, or a tensor of directions, "
                 f"(L, {width}), got {slices}"
             )
-        drawn = torch.randn(slices, width, device=x.device, dtype=torch.float32)
-        slices = torch.nn.functional.normalize(drawn, dim=-1)
+        device = x.device if generator is None else generator.device
+        drawn = torch.randn(slices, width, generator=generator, device=device, dtype=torch.float32)
+        slices = torch.nn.functional.normalize(drawn, dim=-1).to(x.device)
     elif slices.dim() < 2 or slices.shape[-1] != width:
         raise ValueError(
             f"{name}: slices must have shape (L, {width}) for points of that width, got "

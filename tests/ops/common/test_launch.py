@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,23 @@ def test_triton_launches_where_it_is_not_known(
         ours(*(Pointer(torch.float32, 1024, 0) for _ in range(3)))
     assert len(launched) == 2
     assert not ours.compiled
+
+
+def test_a_version_that_is_not_known_is_told_once(
+    kernel: JITFunction[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "DIRECT", False)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "VERSION", (9, 9))
+    launch._tell_of_version.cache_clear()
+    pointers = [Pointer(torch.float32, 1024, 0) for _ in range(3)]
+    first, second = (Launch(kernel, (1,), **drawn_arguments(random.Random(i))) for i in range(2))
+    with pytest.warns(RuntimeWarning, match=r"with triton 3\.6 and 3\.7, .* are slower"):
+        first(*pointers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second(*pointers)
+    launch._tell_of_version.cache_clear()
 
 
 def test_the_installed_version_is_known() -> None:

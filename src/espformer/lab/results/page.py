@@ -58,12 +58,12 @@ _RULES = """\
 ## How a claim is judged
 
 A claim compares two rows over pairs of runs with the same setting and seed. Such runs have the same
-batches and subsets, unless the verdict says otherwise, and the same initial weights if both rows
-have the same parameters. The claim sets a threshold: 0 points for "is better", {margin} for "does
-no harm" or "loses nothing". It **held** if the 95 % interval of the mean difference lies above the
-threshold, **did not hold** if it lies below, and is **not decided** if the interval contains the
-threshold. p belongs to a paired, two-sided t-test against the threshold, so p < 0.05 says the same
-as the interval.
+batches and subsets, unless the verdict says otherwise. They have the same initial weights if both
+rows have the same parameters and neither has frozen slices, which are drawn. The claim sets a
+threshold: 0 points for "is better", {margin} for "does no harm" or "loses nothing". It **held** if
+the 95 % interval of the mean difference lies above the threshold, **did not hold** if it lies
+below, and is **not decided** if the interval contains the threshold. p belongs to a paired,
+two-sided t-test against the threshold, so p < 0.05 says the same as the interval.
 
 Limits of these tests: intervals describe the variation over seeds, not over test data, which are
 the same in all runs. With three pairs, the test relies on normally distributed differences; a test

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -58,8 +59,8 @@ class Launch:
     their addresses, and the device are all that Triton's choice can depend on.
 
     Triton launches by itself whenever somebody watches (a profiler's hooks), and in a version that
-    is not `KNOWN`. Tensors are contiguous and on the current device: kernels are launched inside of
-    an :func:`espformer.ops.common.operators.operator`, which sees to both.
+    is not `KNOWN`, which is said once. Tensors are contiguous and on the current device: kernels
+    are launched inside of an :func:`espformer.ops.common.operators.operator`, which sees to both.
     """
 
     __slots__ = ("arguments", "compiled", "grid", "kernel", "places", "slots", "tensor_names")
@@ -76,6 +77,7 @@ class Launch:
 
     def __call__(self, *tensors: Tensor | None) -> None:
         if not DIRECT or _is_watched() or self.kernel.pre_run_hooks:
+            _tell_of_version()
             self._launch_by_triton(tensors)
             return
         places, addresses, last = self.places.copy(), 0, None
@@ -106,6 +108,21 @@ class Launch:
     def _launch_by_triton(self, tensors: tuple[Tensor | None, ...]) -> Any:
         given = dict(zip(self.tensor_names, tensors, strict=True))
         return self.kernel[self.grid](**given, **self.arguments)
+
+
+@functools.cache
+def _tell_of_version() -> None:
+    """Warns, once, if the version alone is why Triton launches by itself."""
+    if VERSION in KNOWN or torch.version.hip is not None or INTERPRETED:
+        return
+    known = " and ".join(".".join(map(str, version)) for version in KNOWN)
+    warnings.warn(
+        f"espformer launches its kernels directly with triton {known}, and not with triton "
+        f"{triton.__version__}, which it does not know: results are the same, but calls from "
+        "Python are slower. Install one of these versions, or a newer espformer",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def _is_watched() -> bool:

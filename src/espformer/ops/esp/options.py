@@ -59,10 +59,11 @@ def _probability(p: float) -> str | None:
     return None if 0 <= p < 1 else f"must be in [0, 1), got {p}"
 
 
-def _finite_scale(scale: float | None) -> str | None:
-    if scale is None or math.isfinite(scale):
+def _positive_scale(scale: float | None) -> str | None:
+    # With zero all tokens would be equal. Tensors, which only the baselines take, are not read.
+    if scale is None or isinstance(scale, Tensor) or 0 < scale < math.inf:
         return None
-    return f"must be a finite number, got {scale}"
+    return f"must be > 0 and finite, got {scale} (leave it out for head_dim ** -0.5)"
 
 
 def _option(
@@ -191,7 +192,7 @@ class ESPOptions:
     scale: float | None = _option(
         None,
         "factor for queries and keys; by default ``m ** -0.5`` for heads of width m.",
-        check=_finite_scale,
+        check=_positive_scale,
         kernel=True,
     )
     slice_dropout: float = _option(

@@ -185,10 +185,24 @@ def slice_weights(
 def with_spread(points: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
     """The points of every slice, (batch, L, N), and their standard deviation, (batch, L, 1).
 
-    The deviation is computed relative to the largest point, so that squares stay in the range of
-    float32. Points that differ only by rounding have no spread: their largest is returned instead,
-    which is never zero, and they have no gradient. Rounding, divided by something near zero, would
-    be taken for one.
+    Points that differ only by rounding have no spread: their largest is returned instead, which is
+    never zero, and they have no gradient. Rounding, divided by something near zero, would be taken
+    for one.
+    """
+    variance, largest, flat = _spread(points, valid)
+    width = largest * torch.where(flat, 1, variance).sqrt()
+    return torch.where(flat, points.detach(), points), width
+
+
+def without_spread(points: Tensor, valid: Tensor | None) -> Tensor:
+    """Whether the points of a slice differ only by rounding, (batch, L, 1), as `with_spread`."""
+    return _spread(points.detach(), valid)[-1]
+
+
+def _spread(points: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The variance relative to the largest point, that point, and whether there is no spread.
+
+    Relative to the largest, squares stay in the range of float32.
     """
     here = points if valid is None else torch.where(valid, points, 0)
     least = torch.finfo(points.dtype).tiny ** 0.75  # so that its inverse does not overflow
@@ -200,9 +214,7 @@ def with_spread(points: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
         centred = torch.where(valid, points - here.sum(-1, keepdim=True) / count, 0)
         variance = (centred / largest).square().sum(-1, keepdim=True) / count
     # NaN is not without spread: it keeps its gradient.
-    flat = variance <= (8 * torch.finfo(points.dtype).eps) ** 2
-    width = largest * torch.where(flat, 1, variance).sqrt()
-    return torch.where(flat, points.detach(), points), width
+    return variance, largest, variance <= (8 * torch.finfo(points.dtype).eps) ** 2
 
 
 def near_one(numbers: Tensor) -> tuple[Tensor, Tensor]:
