@@ -150,7 +150,7 @@ def stand_in(name: str, **options) -> Task:
         shape = (count, channels, size, size)
         return torch.randint(256, shape, dtype=torch.uint8, generator=generator)
 
-    if name == "iwslt14":
+    if name in ("iwslt14", "multi30k"):
 
         class Words:
             def decode(self, ids):
