@@ -160,12 +160,12 @@ def test_padding_changes_nothing(dtype: torch.dtype, hard: bool) -> None:
     lengths = torch.tensor([100, 61], device="cuda")
     mask = torch.arange(100, device="cuda") < lengths[:, None]
     x = torch.randn(3, 2, 3, 100, 64, device="cuda").to(dtype)
-    padded = espformer.esp_attention(*x, key_mask=mask, hard=hard)
+    padded = espformer.esp_attention(*x, mask=mask, hard=hard)
     for i, length in enumerate(lengths.tolist()):
         alone = espformer.esp_attention(*x[:, i : i + 1, :, :length], hard=hard)
         error = (padded[i : i + 1, :, :length] - alone).norm() / alone.norm()
         assert error <= TOLERANCE[dtype], float(error)
-    one = espformer.esp_attention(*x[:, 1:], key_mask=mask[1:], hard=hard)
+    one = espformer.esp_attention(*x[:, 1:], mask=mask[1:], hard=hard)
     torch.testing.assert_close(one, padded[1:])
 
 

@@ -183,6 +183,8 @@ def tensors(drawn: Drawn) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]
         masks["key_mask"] = some(drawn.batch, drawn.keys)
     if drawn.masks == "both":
         masks["query_mask"] = some(drawn.batch, drawn.queries)
+    elif drawn.queries == drawn.keys:
+        masks = {"mask": masks["key_mask"]} if masks else {}
     return leaves, masks, tokens(drawn.queries, drawn.value_width)
 
 
