@@ -27,26 +27,7 @@ from torch import Tensor, nn
 import espformer
 from benchmarks.arguments import find_device, make_parser
 from benchmarks.measure import RESULTS, conditions
-from espformer.nn import ESP, Mechanism, Sinkhorn, Softmax
-
-
-class Uniform(Mechanism):
-    """Every token gets the mean of all values."""
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        query_mask: Tensor | None = None,
-        key_mask: Tensor | None = None,
-    ) -> Tensor:
-        ones = torch.ones(value.shape[0], value.shape[2], device=value.device)
-        present = (ones if key_mask is None else key_mask.float())[:, None, :, None]
-        mean = (value * present).sum(2, keepdim=True) / present.sum(2, keepdim=True)
-        return mean.to(value.dtype).expand(*query.shape[:-1], -1)
-
+from espformer.nn import ESP, Mechanism, Sinkhorn, Softmax, Uniform
 
 ATTENTIONS = ("esp", "sinkhorn", "uniform", "softmax")
 

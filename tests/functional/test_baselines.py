@@ -53,7 +53,7 @@ def test_padding_takes_no_part(qkv, attention, poison):
     lengths = [5, 3]
     mask = torch.arange(5) < torch.tensor(lengths)[:, None]
     padded = [x.masked_fill(~mask[:, None, :, None], poison).requires_grad_() for x in (q, k, v)]
-    out = attention(*padded, key_mask=mask)
+    out = attention(*padded, mask=mask)
     out.square().sum().backward()
     for b, n in enumerate(lengths):
         alone = [x[b, :, :n] for x in (q, k, v)]

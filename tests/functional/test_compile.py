@@ -33,7 +33,7 @@ def _fresh_compiler():
 
 
 def compiled_is_eager(monkeypatch, compiler, masked=False, **options):
-    options |= {"key_mask": some(2, 40) if masked else None}
+    options |= {"mask": some(2, 40) if masked else None}
     inputs = tokens(2, 2, n=40)
     expected = differentiate(*inputs, **options)
     compiled = torch.compile(esp_attention, backend=compiler, fullgraph=True)

@@ -45,7 +45,7 @@ def sizes(n, m=None, **options):
 @pytest.mark.parametrize("masked", [False, True])
 def test_no_tensor_of_n_squared_elements(options, masked):
     if masked:
-        options = {**options, "key_mask": torch.rand(1, TOKENS) < 0.8}
+        options = {**options, "mask": torch.rand(1, TOKENS) < 0.8}
     seen = sizes(TOKENS, **options)
     assert seen.largest < TOKENS * TOKENS / 8, seen.by
 

@@ -307,7 +307,27 @@ def test_pairwise_and_additive_attn_masks(attn_mask):
 
 
 def test_two_masks_for_the_same_keys():
-    refuses("without key_mask", attn_mask=MASK[:, None, None], key_mask=MASK)
+    for name in ("mask", "query_mask", "key_mask"):
+        refuses("without another mask", attn_mask=MASK[:, None, None], **{name: MASK})
+
+
+def test_a_key_mask_alone_is_ambiguous_where_queries_are_as_many():
+    tokens = torch.randn(2, 3, 4, 4)
+    every = torch.ones_like(MASK)
+    for attention in (esp_attention, sinkhorn_attention, softmax_attention):
+        with pytest.raises(ValueError, match=r"key_mask alone.*as many queries as keys \(4\)"):
+            attention(tokens, tokens, tokens, key_mask=MASK)
+        attention(tokens, tokens, tokens, key_mask=MASK, query_mask=every)
+        attention(tokens[:, :, :3], tokens, tokens, key_mask=MASK)
+
+
+def test_one_mask_is_for_as_many_queries_as_keys():
+    refuses("mask is for self-attention", mask=MASK)
+    refuses("with 5 queries and 4 keys", mask=MASK)
+    tokens = torch.randn(2, 3, 4, 4)
+    for name in ("query_mask", "key_mask"):
+        with pytest.raises(ValueError, match="pass query_mask and key_mask instead"):
+            esp_attention(tokens, tokens, tokens, mask=MASK, **{name: MASK})
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 5), (3, 4), (2, 4, 3), (1, 4)], ids=str)
@@ -327,7 +347,7 @@ def test_query_masks_of_the_wrong_shape():
 def test_pairwise_masks(shape):
     mask = torch.ones(shape, dtype=torch.bool)
     refuses(f"key_mask of shape {shape} masks (query, key) pairs, but only padding", key_mask=mask)
-    refuses("Say which tokens take part with key_mask", query_mask=mask)
+    refuses("Say which tokens take part with mask", query_mask=mask)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
@@ -386,7 +406,7 @@ def test_nested_tensors_are_padded_for_a_plan():
     mask = torch.arange(padded.shape[-2]) < torch.tensor([[3], [4]])
     alone = rows[:3].transpose(0, 1)
     torch.testing.assert_close(
-        esp_plan(padded, padded, key_mask=mask)[0, :, :3, :3], esp_plan(alone, alone)
+        esp_plan(padded, padded, mask=mask)[0, :, :3, :3], esp_plan(alone, alone)
     )
     with pytest.raises(ValueError, match="key is a nested tensor"):
         esp_attention(padded, nested, nested)

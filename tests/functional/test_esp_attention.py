@@ -73,8 +73,8 @@ def test_masks_of_every_accepted_shape(options, shape):
     mask = some(*shape)
     full = mask if mask.ndim == 3 else mask[:, None]
     torch.testing.assert_close(
-        esp_attention(query, key, value, key_mask=mask, **options),
-        esp_attention(query, key, value, key_mask=full.expand(2, 3, 12), **options),
+        esp_attention(query, key, value, mask=mask, **options),
+        esp_attention(query, key, value, mask=full.expand(2, 3, 12), **options),
     )
 
 
@@ -82,7 +82,7 @@ def test_a_mask_without_a_batch(options):
     query, key, value = tokens(n=12)
     mask = some(12)
     torch.testing.assert_close(
-        esp_attention(query, key, value, key_mask=mask, **options)[mask],
+        esp_attention(query, key, value, mask=mask, **options)[mask],
         esp_attention(query[mask], key[mask], value[mask], **options),
     )
 
@@ -108,10 +108,10 @@ def test_non_contiguous_inputs(options, layout):
     assert not all(x.is_contiguous() for x in changed)
     expected = esp_attention(*(x.contiguous() for x in changed), **options)
     torch.testing.assert_close(esp_attention(*changed, **options), expected)
-    masks = {"key_mask": some(37, 2).T}
+    masks = {"mask": some(37, 2).T}
     torch.testing.assert_close(
         esp_attention(*changed, **masks, **options),
-        esp_attention(*changed, key_mask=masks["key_mask"].contiguous(), **options),
+        esp_attention(*changed, mask=masks["mask"].contiguous(), **options),
     )
 
 
@@ -119,8 +119,8 @@ def test_inputs_are_left_alone(options):
     inputs = tokens(2, 3, n=37)
     copies = [x.clone() for x in inputs]
     mask = some(2, 37)
-    differentiate(*inputs, key_mask=mask, slice_dropout=0.3, **options)
-    esp_attention(*inputs, key_mask=mask, **options)
+    differentiate(*inputs, mask=mask, slice_dropout=0.3, **options)
+    esp_attention(*inputs, mask=mask, **options)
     assert all(torch.equal(x, copy) for x, copy in zip(inputs, copies, strict=True))
 
 

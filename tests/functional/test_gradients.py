@@ -73,10 +73,10 @@ def test_masks_and_temperatures_per_head(metric, balance):
 def test_hard_plans_have_gradients_through_their_costs(ties, n, m, masked):
     case = inputs(n=n, m=m)
     del case["slices"], case["sort_temperature"]
-    mask = some(m) if masked else None
+    masks = {"mask" if n == m else "key_mask": some(m)} if masked else {}
     check(
-        case, hard=True, ties=ties, inverse_temperature=1.0, key_mask=mask, backend="linear",
-        slices=torch.randn(3, 2, dtype=torch.float64),
+        case, hard=True, ties=ties, inverse_temperature=1.0, backend="linear",
+        slices=torch.randn(3, 2, dtype=torch.float64), **masks,
     )  # fmt: skip
 
 

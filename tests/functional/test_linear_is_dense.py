@@ -88,6 +88,8 @@ def test_masks(metric, balance, masks, n, m):
     if masks != "key":
         options["query_mask"] = some(4, 2, n) if masks == "heads" else some(4, n)
         options["query_mask"][0] = False
+    if masks == "key" and n == m:
+        options = {"mask": options["key_mask"]}
     for t in (1e-3, 0.3):
         assert_linear_is_dense(
             query, key, value, metric=metric, balance=balance,
@@ -142,12 +144,12 @@ def test_tied_tokens(metric, balance, n):
 @pytest.mark.parametrize("masked", [False, True])
 def test_hard(ties, coupling, n, m, masked):
     query, key, value = tokens(3, 2, n=n, m=m)
-    mask = some(3, m) if masked else None
+    masks = {"mask" if n == m else "key_mask": some(3, m)} if masked else {}
     for tau in INVERSE_TEMPERATURES:
         for q, k in ((query, key), (query.round(), key.round())):
             assert_linear_is_dense(
-                q, k, value, hard=True, ties=ties, coupling=coupling, key_mask=mask,
-                inverse_temperature=tau,
+                q, k, value, hard=True, ties=ties, coupling=coupling,
+                inverse_temperature=tau, **masks,
             )  # fmt: skip
 
 

@@ -31,10 +31,10 @@ def test_in_queries_and_keys(options, backend, masked, tau):
     """
     query, key, value = tokens(3, 2, n=37)
     options = {**options, "backend": backend, "inverse_temperature": tau}
-    options["key_mask"] = some(3, 37) if masked else None
+    options["mask"] = some(3, 37) if masked else None
     if masked:
-        options["key_mask"][1, 5] = True
-    rows = options["key_mask"][1] if masked else torch.ones(37, dtype=torch.bool)
+        options["mask"][1, 5] = True
+    rows = options["mask"][1] if masked else torch.ones(37, dtype=torch.bool)
     clean = differentiate(query, key, value, **options)
     clean_plan = esp_plan(query, key, **options)
     for (side, x), (called, number) in itertools.product(
@@ -63,9 +63,9 @@ def test_in_queries_and_keys(options, backend, masked, tau):
 @pytest.mark.parametrize("masked", [False, True])
 def test_in_values(options, backend, masked):
     query, key, value = tokens(3, 2, n=37)
-    options = {"backend": backend, "key_mask": some(3, 37) if masked else None, **options}
+    options = {"backend": backend, "mask": some(3, 37) if masked else None, **options}
     if masked:
-        options["key_mask"][1, 5] = True
+        options["mask"][1, 5] = True
     clean = differentiate(query, key, value, **options)
     for case, number in NUMBERS.items():
         value[1, 0, 5, 2] = number

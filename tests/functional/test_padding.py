@@ -66,7 +66,7 @@ def test_self_attention_is_each_sequence_alone(options, backend, where):
     if where == "suffix":
         mask = torch.arange(41) < torch.tensor([41, 1, 40, 2, 33])[:, None]
     mask[4] = False  # nobody
-    padded = differentiate(query, key, value, key_mask=mask, backend=backend, **options)
+    padded = differentiate(query, key, value, mask=mask, backend=backend, **options)
     expected = alone(query, key, value, mask, mask, {"backend": backend, **options})
     assert_agree(padded, expected, output=1e-10, gradients=1e-8)
 
@@ -122,16 +122,16 @@ def test_nobody_gives_zeros_and_zero_gradients(options, backend, side):
 def test_a_full_mask_is_no_mask(options, backend):
     query, key, value = tokens(2, 2, n=33)
     full = torch.ones(2, 33, dtype=torch.bool)
-    masked = differentiate(query, key, value, key_mask=full, backend=backend, **options)
+    masked = differentiate(query, key, value, mask=full, backend=backend, **options)
     plain = differentiate(query, key, value, backend=backend, **options)
     assert_agree(masked, plain, output=1e-12, gradients=1e-10)
 
 
 @pytest.mark.parametrize("balance", BALANCES)
-def test_key_mask_alone_masks_the_queries_too(balance):
+def test_one_mask_masks_queries_and_keys(balance):
     query, key, value = tokens(3, 2, n=12)
     mask = some(3, 12)
-    once = esp_attention(query, key, value, key_mask=mask, balance=balance)
+    once = esp_attention(query, key, value, mask=mask, balance=balance)
     both = esp_attention(query, key, value, key_mask=mask, query_mask=mask, balance=balance)
     assert torch.equal(once, both)
     assert not once.masked_select(~mask[:, None, :, None]).any()
@@ -154,7 +154,12 @@ def test_the_padding_mask_of_scaled_dot_product_attention(metric):
     mask = some(3, 12)
     torch.testing.assert_close(
         esp_attention(query, key, value, attn_mask=mask[:, None, None], metric=metric),
-        esp_attention(query, key, value, key_mask=mask, metric=metric),
+        esp_attention(query, key, value, mask=mask, metric=metric),
+    )
+    fewer = query[:, :, :7]
+    torch.testing.assert_close(
+        esp_attention(fewer, key, value, attn_mask=mask[:, None, None], metric=metric),
+        esp_attention(fewer, key, value, key_mask=mask, metric=metric),
     )
 
 
@@ -172,7 +177,7 @@ def test_costs_do_not_cancel_where_tokens_stand_far_from_the_origin(backend):
     query, key, value = (torch.randn(1, 2, 160, 8) + 300 for _ in range(3))
     mask = torch.arange(160)[None] < 16
     options = {"inverse_temperature": 10.0, "backend": backend}
-    padded = esp_attention(query, key, value - 300, key_mask=mask, **options)[:, :, :16]
+    padded = esp_attention(query, key, value - 300, mask=mask, **options)[:, :, :16]
     alone = (x[:, :, :16].double() for x in (query, key, value - 300))
     expected = esp_attention(*alone, inverse_temperature=10.0, backend="dense")
     assert (padded - expected).abs().max() < 1e-3

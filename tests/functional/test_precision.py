@@ -54,8 +54,8 @@ def test_half_precision_is_float32_of_the_rounded_inputs(options, dtype):
     """Only the output is rounded: bit for bit."""
     inputs = [x.to(dtype) for x in tokens(3, 2, n=40)]
     mask = some(3, 40)
-    out = esp_attention(*inputs, key_mask=mask, **options)
-    expected = esp_attention(*(x.float() for x in inputs), key_mask=mask, **options)
+    out = esp_attention(*inputs, mask=mask, **options)
+    expected = esp_attention(*(x.float() for x in inputs), mask=mask, **options)
     assert out.dtype == dtype
     assert torch.equal(out, expected.to(dtype))
 

@@ -18,7 +18,7 @@ def options(request):
     return {
         "slices": torch.randn(5, 4, dtype=torch.float64),
         "sort_temperature": torch.tensor([0.1, 0.3], dtype=torch.float64),
-        "key_mask": some(3, 37),
+        "mask": some(3, 37),
         **request.param,
     }
 

@@ -53,12 +53,12 @@ def test_sequences_and_heads_know_nothing_of_each_other(options, backend):
     query, key, value = tokens(3, 2, n=21)
     mask = some(3, 21)
     options = {"backend": backend, "slices": torch.randn(2, 5, 4).double(), **options}
-    together = esp_attention(query, key, value, key_mask=mask, **options)
+    together = esp_attention(query, key, value, mask=mask, **options)
     order = torch.tensor([2, 0, 1])
-    moved = esp_attention(query[order], key[order], value[order], key_mask=mask[order], **options)
+    moved = esp_attention(query[order], key[order], value[order], mask=mask[order], **options)
     torch.testing.assert_close(moved, together[order])
     options["slices"] = options["slices"].flip(0)
-    flipped = esp_attention(query.flip(1), key.flip(1), value.flip(1), key_mask=mask, **options)
+    flipped = esp_attention(query.flip(1), key.flip(1), value.flip(1), mask=mask, **options)
     torch.testing.assert_close(flipped, together.flip(1))
 
 

@@ -17,7 +17,7 @@ from tests.compare import BACKENDS, BALANCES, METRICS, differentiate, some, toke
 @pytest.mark.parametrize("balance", BALANCES)
 def test_scaling_queries_or_keys_changes_nothing(backend, metric, balance):
     query, key, value = tokens(2, 3, n=37)
-    options = {"metric": metric, "balance": balance, "backend": backend, "key_mask": some(2, 37)}
+    options = {"metric": metric, "balance": balance, "backend": backend, "mask": some(2, 37)}
     expected = esp_attention(query, key, value, **options)
     for mine, theirs in ((3.7, 1.0), (1.0, 1e-4), (1e6, 1e-9)):
         found = esp_attention(query * mine, key * theirs, value, **options)
@@ -47,7 +47,7 @@ def test_a_padded_batch_gives_what_its_sequences_give(backend, balance):
     lengths = torch.tensor([12, 1, 20])
     mask = torch.arange(20) < lengths[:, None]
     options = {"balance": balance, "backend": backend}
-    padded = differentiate(query, key, value, key_mask=mask, **options)
+    padded = differentiate(query, key, value, mask=mask, **options)
     for b, n in enumerate(lengths.tolist()):
         alone = esp_attention(*(x[b, :, :n] for x in (query, key, value)), **options)
         torch.testing.assert_close(padded["output"][b, :, :n], alone, rtol=0, atol=1e-12)

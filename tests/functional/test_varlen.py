@@ -104,7 +104,7 @@ def test_it_is_the_padded_call() -> None:
         padded = x.new_zeros(*mask.shape, *x.shape[1:]).index_put((mask,), x)
         return padded.transpose(1, 2)
 
-    want = espformer.esp_attention(pad(q), pad(k), pad(v), key_mask=mask, **options)
+    want = espformer.esp_attention(pad(q), pad(k), pad(v), mask=mask, **options)
     want = want.transpose(1, 2)[mask]
     torch.testing.assert_close(found, want)
     upstream = torch.randn_like(want)
@@ -136,6 +136,8 @@ def test_jagged_nested_tensors(attention: Any) -> None:
         torch.testing.assert_close(one, other)
     with pytest.raises(ValueError, match="hold no padding"):
         attention(*nested, key_mask=torch.ones(3, 6, dtype=torch.bool))
+    with pytest.raises(ValueError, match="hold no padding"):
+        attention(*nested, mask=torch.ones(3, 6, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"key must be, with layout torch\.jagged"):
         attention(nested[0], torch.randn(3, HEADS, 6, WIDTH), nested[2])
 

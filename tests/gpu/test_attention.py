@@ -160,12 +160,12 @@ def test_padding_changes_nothing(dtype: torch.dtype, hard: bool) -> None:
     lengths = torch.tensor([100, 61], device="cuda")
     mask = torch.arange(100, device="cuda") < lengths[:, None]
     x = torch.randn(3, 2, 3, 100, 64, device="cuda").to(dtype)
-    padded = espformer.esp_attention(*x, key_mask=mask, hard=hard)
+    padded = espformer.esp_attention(*x, mask=mask, hard=hard)
     for i, length in enumerate(lengths.tolist()):
         alone = espformer.esp_attention(*x[:, i : i + 1, :, :length], hard=hard)
         error = (padded[i : i + 1, :, :length] - alone).norm() / alone.norm()
         assert error <= TOLERANCE[dtype], float(error)
-    one = espformer.esp_attention(*x[:, 1:], key_mask=mask[1:], hard=hard)
+    one = espformer.esp_attention(*x[:, 1:], mask=mask[1:], hard=hard)
     torch.testing.assert_close(one, padded[1:])
 
 
@@ -222,17 +222,18 @@ def test_tokens_split_off_a_wide_matrix() -> None:
 def test_more_heads_than_a_grid_is_high(hard: bool) -> None:
     """65,535 programs fit along the second axis of a grid, any number along the first.
 
-    Many heads use other kernels than few, so results are equal up to rounding.
+    Many heads use other soft kernels than few, so their results are equal up to rounding.
     """
+    bounds = {} if hard else {"rtol": 2e-2, "atol": 2e-3}
     x = torch.randn(1100, 64, 3, 16, device="cuda").to(torch.bfloat16).requires_grad_()
     out = espformer.esp_attention(x, x, x, hard=hard, inverse_temperature=1.0)
     out.sum().backward()
     last = x[-1:].detach().requires_grad_()
     alone = espformer.esp_attention(last, last, last, hard=hard, inverse_temperature=1.0)
     alone.sum().backward()
-    torch.testing.assert_close(out[-1:], alone, rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(out[-1:], alone, **bounds)
     assert x.grad is not None
-    torch.testing.assert_close(x.grad[-1:], last.grad, rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(x.grad[-1:], last.grad, **bounds)
 
 
 @pytest.mark.parametrize("metric", ["absolute", "squared"])

@@ -8,11 +8,16 @@ draws until the seconds are over, and prints how many there were. ESPFORMER_DRAW
 seed, ESPFORMER_DRAWN_ONLY the number of the one problem that is wanted. Most of the time goes to
 compiling, so problems come in families of `FAMILY`: widths, dtype and options are drawn once for
 each, lengths, heads and temperatures anew for every problem.
+
+A quarter of the families have narrow rows that stay in registers (`short_plan.py`). That is meant
+for a thousand slices, more than a problem here has, so they are told to do so with any number.
 """
 
 import os
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +29,9 @@ import espformer
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
+launches = pytest.importorskip("espformer.ops.common.triton")
+short_columns = pytest.importorskip("espformer.ops.esp.triton.short_columns")
+short_plan = pytest.importorskip("espformer.ops.esp.triton.short_plan")
 
 SEED = int(os.environ.get("ESPFORMER_DRAWN_SEED", "0"))
 SECONDS = float(os.environ.get("ESPFORMER_DRAWN_SECONDS", "0"))
@@ -32,6 +40,7 @@ ONLY = os.environ.get("ESPFORMER_DRAWN_ONLY")
 MOST_TIED = 16  # tokens whose points float32 may make equal to others'
 MOST_TOKENS, WIDTHS = 3000, range(8, 257, 8)
 FAMILY = 8
+NARROW = 0.25  # of the families
 # Elements of (heads, slices, N, M): what the dense oracle makes; and of (heads, slices, N, width),
 # which bounds the time and memory of the linear one.
 MOST_DENSE, MOST_ELEMENTS = 1 << 22, 1 << 25
@@ -54,6 +63,7 @@ class Drawn:
     learnt_temperature: bool
     slice_logits: bool
     options: dict[str, Any] = field(default_factory=dict)
+    narrow: bool = False  # rows stay in registers
 
     @property
     def hard(self) -> bool:
@@ -99,7 +109,7 @@ class Drawn:
         return max(self.tolerance(name), 2e-3 if self.slices is None else 1e-2)
 
 
-def draw(number: int) -> Drawn:
+def draw_any(number: int) -> Drawn:
     family = random.Random(f"{SEED}/family/{number // FAMILY}")
     rng = random.Random(f"{SEED}/{number}")
     metric = family.choice(("absolute", "squared"))
@@ -152,6 +162,58 @@ def draw(number: int) -> Drawn:
     return drawn
 
 
+def draw(number: int) -> Drawn:
+    drawn = draw_any(number)
+    family = random.Random(f"{SEED}/narrow/{number // FAMILY}")
+    if family.random() < NARROW:
+        make_narrow(drawn, family, random.Random(f"{SEED}/narrow/{number}"))
+    return drawn
+
+
+def make_narrow(drawn: Drawn, family: random.Random, rng: random.Random) -> None:
+    """Makes it one whose rows stay in registers, and that compiles what its family does."""
+    drawn.narrow = True
+    drawn.width, drawn.value_width = (family.choice(short_plan.WIDTHS) for _ in range(2))
+    drawn.dtype = family.choice((torch.bfloat16, torch.float16))
+    groups = family.choice(short_plan.GROUP_SIZES) * short_plan.LANES
+    ranks = rng.randint(max(2, groups - short_plan.LANES + 1), groups)
+    cross = drawn.options.get("coupling") is not None
+    if cross or drawn.masks == "both":  # as many pieces as there are tokens
+        drawn.queries = rng.randint(1, ranks - 1) if cross else ranks // 2
+        drawn.keys = ranks - drawn.queries if cross else drawn.queries
+    else:
+        drawn.queries = drawn.keys = ranks
+    for hard in ("hard", "straight_through", "scale"):
+        drawn.options.pop(hard, None)
+    if drawn.options.get("coupling") == "interpolate":
+        drawn.options["coupling"] = "quantile"
+    if drawn.options["metric"] == "squared" and drawn.options["temperature_unit"] == "absolute":
+        drawn.options["sort_temperature"] **= 0.5
+    drawn.options["metric"] = "absolute"
+
+
+@contextmanager
+def kernels_of(drawn: Drawn) -> Iterator[list[str]]:
+    """With narrow rows in registers if it is such a problem; yields what they are launched for."""
+    launched: list[str] = []
+    if not drawn.narrow:
+        yield launched
+        return
+    apply = short_plan.ShortPlanKernels._apply
+
+    def counted(self: Any, plan: Any, x: Any, weight: Any, out: Any, g: Any, *found: Any) -> None:
+        launched.append("rows" if g is None else "totals" if weight is None else "gradients")
+        apply(self, plan, x, weight, out, g, *found)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (short_plan, short_columns):
+            patch.setattr(module, "LEAST_PAIRS", 1)
+        patch.setattr(short_plan.ShortPlanKernels, "_apply", counted)
+        launches.forget()
+        yield launched
+    launches.forget()
+
+
 def tensors(drawn: Drawn) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
     """What gradients flow to, the masks, and an upstream gradient."""
     torch.manual_seed(SEED << 32 | drawn.number)
@@ -183,6 +245,8 @@ def tensors(drawn: Drawn) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]
         masks["key_mask"] = some(drawn.batch, drawn.keys)
     if drawn.masks == "both":
         masks["query_mask"] = some(drawn.batch, drawn.queries)
+    elif drawn.queries == drawn.keys:
+        masks = {"mask": masks["key_mask"]} if masks else {}
     return leaves, masks, tokens(drawn.queries, drawn.value_width)
 
 
@@ -213,9 +277,13 @@ def differentiate(
 def wrong_parts(drawn: Drawn) -> list[str]:
     """What is off by more than it may be, in words."""
     leaves, masks, upstream = tensors(drawn)
-    found = differentiate(drawn, leaves, masks, upstream, "triton", None)
+    with kernels_of(drawn) as launched:
+        found = differentiate(drawn, leaves, masks, upstream, "triton", None)
     expected = differentiate(drawn, leaves, masks, upstream, drawn.oracle, torch.float64)
     wrong = []
+    needed = {"rows"} if drawn.learnt_temperature else {"rows", "gradients"}
+    if drawn.narrow and not needed <= set(launched):
+        wrong.append(f"in registers were computed only {launched}")
     # Where a plan hardly moves (one token, equal weights) a gradient has no size of its own.
     least = dict.fromkeys(expected, 1e-3 * float(upstream.double().norm()))
     if "slice_logits" in expected:  # differences of products of the outputs of slices

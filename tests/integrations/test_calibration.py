@@ -231,7 +231,9 @@ def test_axes_are_multiplied_into_the_projections(family, slicer):
     module = first_converted(espformer.convert(model, mechanism))
     calls = calls_of(family, model, module)
     wanted = torch.cat([call.tokens(call.output) for call in calls], 1)
-    before = torch.cat([c.tokens(module.mechanism(*c[:3], key_mask=c.mask)) for c in calls], 1)
+    before = torch.cat(
+        [c.tokens(module.mechanism(*c[:3], query_mask=c.mask, key_mask=c.mask)) for c in calls], 1
+    )
     assert fit_slices(module, module.mechanism, calls)
     fitted = calls_of(family, model, module)
     for x in (fitted[0].tokens(fitted[0].query), fitted[0].tokens(fitted[0].key)):
@@ -241,7 +243,9 @@ def test_axes_are_multiplied_into_the_projections(family, slicer):
         torch.testing.assert_close(covariance, identity, atol=3e-3, rtol=1e-3)
     if find_projections(module).key_bias is not None:
         assert fitted[0].tokens(fitted[0].key).mean(1).abs().max() < 1e-2
-    after = torch.cat([c.tokens(module.mechanism(*c[:3], key_mask=c.mask)) for c in fitted], 1)
+    after = torch.cat(
+        [c.tokens(module.mechanism(*c[:3], query_mask=c.mask, key_mask=c.mask)) for c in fitted], 1
+    )
     assert (after - wanted).square().sum() < 0.9 * (before - wanted).square().sum()
     assert module.mechanism.slice_logits.exp().sum(-1).sub(1).abs().max() < 0.05
 

@@ -111,7 +111,7 @@ def test_padded_batch_is_each_sequence_alone(name, poison):
 
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_context_mask_masks_the_context_only(name):
-    """Also when the context is as long as x, where a key_mask alone would mask the queries too."""
+    """Also when the context is as long as x."""
     torch.manual_seed(0)
     layer = Attention(12, 2, MECHANISMS[name], cross=True).double()
     x, context = draw(2, 6, 12), draw(2, 6, 12, seed=1)

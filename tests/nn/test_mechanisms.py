@@ -74,7 +74,7 @@ def test_padded_batch_is_each_sequence_alone(name, poison):
     q, k, v = draw(7, 7, 7)
     mask = torch.arange(7) < torch.tensor(lengths)[:, None]
     padded = [x.masked_fill(~mask[:, None, :, None], poison).requires_grad_() for x in (q, k, v)]
-    out = mechanism(*padded, key_mask=mask)  # alone, it masks the queries too
+    out = mechanism(*padded, query_mask=mask, key_mask=mask)
     out.square().sum().backward()
     for b, n in enumerate(lengths):
         leaves = [x[b : b + 1, :, :n].clone().requires_grad_() for x in (q, k, v)]
@@ -114,7 +114,7 @@ def test_a_sequence_without_tokens_gives_zeros(name):
     mechanism = make(name)
     q, k, v = (x.requires_grad_() for x in draw(4, 4, 4))
     mask = torch.tensor([True, False, True])[:, None].expand(3, 4)
-    out = mechanism(q, k, v, key_mask=mask)
+    out = mechanism(q, k, v, query_mask=mask, key_mask=mask)
     assert (out[1] == 0).all()
     others = mechanism(*(x[[0, 2]] for x in (q, k, v)))
     torch.testing.assert_close(out[[0, 2]], others)
@@ -177,7 +177,7 @@ def test_the_host_never_waits(name):
     q, k, v = (x.requires_grad_() for x in draw(6, 6, 6))
     mask = torch.arange(6) < torch.tensor([6, 3, 2])[:, None]
     with NoWaiting():
-        mechanism(q, k, v, key_mask=mask).sum().backward()
+        mechanism(q, k, v, query_mask=mask, key_mask=mask).sum().backward()
     with NoWaiting(), pytest.raises(AssertionError, match="waits for the device"):
         q.sum().item()
 
@@ -189,7 +189,7 @@ def test_compiles_without_graph_breaks(name):
     q, k, v = draw(6, 6, 6)
     mask = torch.arange(6) < torch.tensor([6, 3, 2])[:, None]
     compiled = torch.compile(mechanism, backend="eager", fullgraph=True)
-    for options in ({}, {"key_mask": mask}):
+    for options in ({}, {"query_mask": mask, "key_mask": mask}):
         torch.testing.assert_close(compiled(q, k, v, **options), mechanism(q, k, v, **options))
 
 

@@ -37,21 +37,21 @@ def results(mechanism, qkv, upstream, **masks):
     return [out.detach(), *grads]
 
 
-@pytest.mark.parametrize("masks", ["key", "both", "each", "queries", "holes"])
+@pytest.mark.parametrize("masks", ["keys", "both", "each", "queries", "holes"])
 @pytest.mark.parametrize("name", BASES)
 def test_it_is_its_base(name, masks):
     torch.manual_seed(0)
     base = BASES[name].bind(2, 4).double()
     qkv = torch.randn(3, 5, 2, 9, 4, dtype=torch.float64).unbind()
     upstream = torch.randn(5, 2, 9, 4, dtype=torch.float64)
-    if name == "class-token" and masks in ("each", "queries"):
+    if name == "class-token" and masks in ("each", "queries", "keys"):
         pytest.skip("a class token stands first on both sides")
     given = {
-        "key": {"key_mask": MASK},
+        "keys": {"query_mask": torch.ones_like(MASK), "key_mask": MASK},
         "both": {"query_mask": MASK, "key_mask": MASK},
         "each": {"query_mask": MASK.flip(0), "key_mask": MASK},
         "queries": {"query_mask": MASK},
-        "holes": {"key_mask": HOLES},
+        "holes": {"query_mask": HOLES, "key_mask": HOLES},
     }[masks]
     got = results(Packed(base), qkv, upstream, **given)
     want = results(base, qkv, upstream, **given)
@@ -67,11 +67,12 @@ def test_only_tokens_that_take_part_are_attended_to(monkeypatch):
         Softmax, "forward", lambda self, q, k, v, **masks: seen.append(q.shape[0] * q.shape[2]) or v
     )
     x = torch.randn(5, 2, 9, 4)
-    Packed(Softmax())(x, x, x, key_mask=MASK)
+    Packed(Softmax())(x, x, x, query_mask=MASK, key_mask=MASK)
     assert seen == [15, 9]  # of 45: three sequences padded to 5 tokens, and one of 9
     seen.clear()
     Packed(Softmax())(x, x, x)  # no mask
-    Packed(Softmax())(x, x, x, key_mask=MASK.unsqueeze(1).expand(-1, 2, -1))  # by head
+    by_head = MASK.unsqueeze(1).expand(-1, 2, -1)
+    Packed(Softmax())(x, x, x, query_mask=by_head, key_mask=by_head)
     assert seen == [45, 45]
 
 
@@ -110,4 +111,5 @@ def test_compiled_it_is_padded():
     x = torch.randn(5, 2, 9, 4)
     mechanism = Packed(Softmax())
     compiled = torch.compile(mechanism, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x, x, x, key_mask=MASK), mechanism(x, x, x, key_mask=MASK))
+    masks = {"query_mask": MASK, "key_mask": MASK}
+    torch.testing.assert_close(compiled(x, x, x, **masks), mechanism(x, x, x, **masks))

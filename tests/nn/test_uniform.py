@@ -46,8 +46,8 @@ def test_sequences_without_keys_give_zeros():
 def test_sums_of_half_precision_do_not_overflow(masked):
     x = torch.full((1, 2, 2000, 4), 60.0, dtype=torch.float16)
     mask = torch.ones(1, 2000, dtype=torch.bool) if masked else None
-    assert torch.equal(Uniform()(x, x, x, key_mask=mask), x)
-    row = Uniform().matrix(x, x, key_mask=mask)[0, 0, 0]
+    assert torch.equal(Uniform()(x, x, x, query_mask=mask, key_mask=mask), x)
+    row = Uniform().matrix(x, x, query_mask=mask, key_mask=mask)[0, 0, 0]
     torch.testing.assert_close(row, torch.full((2000,), 1 / 2000, dtype=torch.float16))
 
 
@@ -55,12 +55,14 @@ def test_sums_of_half_precision_do_not_overflow(masked):
 def test_leading_dimensions_broadcast(leads):
     """As those of the other mechanisms do."""
     q, k, v = (torch.randn(lead, 3, 5, 4) for lead in leads)
-    for name, lead in {"query_mask": leads[0], "key_mask": leads[1]}.items():
-        for masks in ({}, {name: torch.arange(5).expand(lead, -1) < 3}):
-            out, matrix = Uniform()(q, k, v, **masks), Uniform().matrix(q, k, **masks)
-            assert out.shape == Softmax()(q, k, v, **masks).shape
-            assert matrix.shape == Softmax().matrix(q, k, **masks).shape
-            torch.testing.assert_close((matrix @ v).expand_as(out), out)
+    queries, keys = (torch.arange(5).expand(lead, -1) < 3 for lead in leads[:2])
+    every = torch.ones_like(queries)
+    for chosen in ((None, None), (queries, None), (every, keys), (queries, keys)):
+        masks = dict(zip(("query_mask", "key_mask"), chosen, strict=True))
+        out, matrix = Uniform()(q, k, v, **masks), Uniform().matrix(q, k, **masks)
+        assert out.shape == Softmax()(q, k, v, **masks).shape
+        assert matrix.shape == Softmax().matrix(q, k, **masks).shape
+        torch.testing.assert_close((matrix @ v).expand_as(out), out)
 
 
 def test_mistakes_are_named():

@@ -31,6 +31,7 @@ def make_problem(
     slice_logits: Tensor | None,
     query_mask: Tensor | None,
     key_mask: Tensor | None,
+    mask: Tensor | None = None,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> tuple[Problem, torch.Size]:
@@ -40,8 +41,11 @@ def make_problem(
     else:
         lead = check_tokens(name, query=query, key=key, value=value)
     chosen = _chosen(name, options, query.shape[-1])
-    key_mask = _padding_only(name, attn_mask, is_causal, key, key_mask)
-    query_mask, key_mask = resolve_masks(name, query, key, query_mask, key_mask)
+    refuse_causal(name, is_causal)
+    if attn_mask is not None:
+        given = (mask, query_mask, key_mask)
+        mask, key_mask = _padding_only(name, attn_mask, query, key, *given)
+    query_mask, key_mask = resolve_masks(name, query, key, query_mask, key_mask, mask)
     same_mask = query_mask is key_mask
 
     def flat_mask(mask: Tensor | None, tokens: int) -> Tensor | None:
@@ -335,20 +339,20 @@ def refuse_causal(name: str, is_causal: bool) -> None:
 
 
 def _padding_only(
-    name: str, attn_mask: Tensor | None, is_causal: bool, key: Tensor, key_mask: Tensor | None
-) -> Tensor | None:
-    refuse_causal(name, is_causal)
-    if attn_mask is None:
-        return key_mask
+    name: str, attn_mask: Tensor, query: Tensor, key: Tensor, *others: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """What `attn_mask` says as the mask of self-attention, or else as that of the keys."""
     check_tensor(name, "attn_mask", attn_mask)
     padding = (*key.shape[:-3], 1, 1, key.shape[-2])
-    if attn_mask.dtype != torch.bool or attn_mask.shape != padding or key_mask is not None:
+    alone = all(mask is None for mask in others)
+    if attn_mask.dtype != torch.bool or attn_mask.shape != padding or not alone:
         raise ValueError(
             f"{name}: attn_mask can only say which keys are padding: boolean, of shape {padding}, "
-            f"without key_mask; got {attn_mask.dtype} {tuple(attn_mask.shape)}. Better pass "
-            f"key_mask (batch, tokens). Pairwise and causal masks are not possible: {_IDENTITY}"
+            f"without another mask; got {attn_mask.dtype} {tuple(attn_mask.shape)}. Better pass "
+            f"mask (batch, tokens). Pairwise and causal masks are not possible: {_IDENTITY}"
         )
-    return attn_mask[..., 0, 0, :]
+    present = attn_mask[..., 0, 0, :]
+    return (present, None) if query.shape[-2] == key.shape[-2] else (None, present)
 
 
 def one_of(name: str, argument: str, got: str, allowed: tuple[str, ...]) -> None:

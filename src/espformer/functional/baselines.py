@@ -35,6 +35,7 @@ def softmax_attention(
     *,
     scale: float | None = None,
     dropout: float = 0.0,
+    mask: Tensor | None = None,
     query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
 ) -> Tensor:
@@ -48,9 +49,9 @@ def softmax_attention(
         value: ``(batch, heads, M, width)``.
         scale: factor on the scores; ``head_dim ** -0.5`` by default.
         dropout: probability of dropping an entry of the matrix.
-        query_mask: boolean ``(batch, N)``, True = takes part.
-        key_mask: boolean ``(batch, M)``, True = takes part; alone it also masks the queries when
-            N = M.
+        mask: for self-attention, boolean ``(batch, N)``, True = the token takes part.
+        query_mask, key_mask: for cross-attention instead of `mask`, ``(batch, N)`` and ``(batch,
+            M)``. If N = M, a key mask needs a query mask beside it.
 
     Returns:
         ``(batch, heads, N, width)``. Rows of masked queries, and of queries that have no key left,
@@ -67,7 +68,9 @@ def softmax_attention(
     """
     check_tokens("softmax_attention", query=query, key=key, value=value)
     check_scale("softmax_attention", scale)
-    query_mask, key_mask = resolve_masks("softmax_attention", query, key, query_mask, key_mask)
+    query_mask, key_mask = resolve_masks(
+        "softmax_attention", query, key, query_mask, key_mask, mask
+    )
     pairs = None
     present = None if query_mask is None else query_mask.unsqueeze(-1)
     if key_mask is not None:
@@ -92,6 +95,7 @@ def softmax_plan(
     key: Tensor,
     *,
     scale: float | None = None,
+    mask: Tensor | None = None,
     query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
 ) -> Tensor:
@@ -100,7 +104,7 @@ def softmax_plan(
     Args:
         query: ``(batch, heads, N, head_dim)``.
         key: ``(batch, heads, M, head_dim)``.
-        scale, query_mask, key_mask: as in :func:`softmax_attention`.
+        scale, mask, query_mask, key_mask: as in :func:`softmax_attention`.
 
     Returns:
         ``(batch, heads, N, M)`` in the dtype of `query`.
@@ -113,7 +117,7 @@ def softmax_plan(
     """
     check_tokens("softmax_plan", query=query, key=key)
     check_scale("softmax_plan", scale)
-    query_mask, key_mask = resolve_masks("softmax_plan", query, key, query_mask, key_mask)
+    query_mask, key_mask = resolve_masks("softmax_plan", query, key, query_mask, key_mask, mask)
     # Softmax is Sinkhorn's algorithm stopped after its first update.
     return sinkhorn_matrix(
         query,
@@ -134,6 +138,7 @@ def sinkhorn_attention(
     iterations: int = 3,
     epsilon: float = 1.0,
     scale: float | None = None,
+    mask: Tensor | None = None,
     query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
     backend: str = "auto",
@@ -157,9 +162,9 @@ def sinkhorn_attention(
         epsilon: ε, the entropic regularisation. Smaller values bring the plan closer to a
             permutation and need more iterations.
         scale: factor on the scores; ``head_dim ** -0.5`` by default.
-        query_mask: boolean ``(batch, N)``, True = takes part.
-        key_mask: boolean ``(batch, M)``, True = takes part; alone it also masks the queries when
-            N = M.
+        mask: for self-attention, boolean ``(batch, N)``, True = the token takes part.
+        query_mask, key_mask: for cross-attention instead of `mask`, ``(batch, N)`` and ``(batch,
+            M)``. If N = M, a key mask needs a query mask beside it.
         backend: ``"torch"`` (forms the matrix), ``"triton"`` (fused kernels for CUDA tensors that
             never form it: memory is linear in N) or ``"auto"``: triton on a GPU, otherwise torch.
             Cases that the kernels do not cover (float64, heads wider than 256) fall back to torch.
@@ -182,14 +187,16 @@ def sinkhorn_attention(
     """
     refuse_causal("sinkhorn_attention", is_causal)
     if are_nested("sinkhorn_attention", query, key, value):
-        refuse_masks("sinkhorn_attention", query_mask, key_mask)
+        refuse_masks("sinkhorn_attention", mask, query_mask, key_mask)
         attention = partial(
             sinkhorn_attention, iterations=iterations, epsilon=epsilon, scale=scale, backend=backend
         )
         return attend_nested("sinkhorn_attention", attention, query, key, value)
     check_tokens("sinkhorn_attention", query=query, key=key, value=value)
     check_sinkhorn("sinkhorn_attention", iterations, epsilon, scale)
-    query_mask, key_mask = resolve_masks("sinkhorn_attention", query, key, query_mask, key_mask)
+    query_mask, key_mask = resolve_masks(
+        "sinkhorn_attention", query, key, query_mask, key_mask, mask
+    )
     one_of("sinkhorn_attention", "backend", backend, SINKHORN_BACKENDS)
     kernels = _kernels("sinkhorn_attention", backend, query, key, value)
     output = sinkhorn_output if kernels is None else kernels.output
@@ -213,6 +220,7 @@ def sinkhorn_plan(
     iterations: int = 3,
     epsilon: float = 1.0,
     scale: float | None = None,
+    mask: Tensor | None = None,
     query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
     is_causal: bool = False,
@@ -224,7 +232,7 @@ def sinkhorn_plan(
     Args:
         query: ``(batch, heads, N, head_dim)``.
         key: ``(batch, heads, M, head_dim)``.
-        iterations, epsilon, scale, query_mask, key_mask, is_causal: as in
+        iterations, epsilon, scale, mask, query_mask, key_mask, is_causal: as in
             :func:`sinkhorn_attention`.
 
     Returns:
@@ -239,7 +247,7 @@ def sinkhorn_plan(
     check_tokens("sinkhorn_plan", query=query, key=key)
     refuse_causal("sinkhorn_plan", is_causal)
     check_sinkhorn("sinkhorn_plan", iterations, epsilon, scale)
-    query_mask, key_mask = resolve_masks("sinkhorn_plan", query, key, query_mask, key_mask)
+    query_mask, key_mask = resolve_masks("sinkhorn_plan", query, key, query_mask, key_mask, mask)
     return sinkhorn_matrix(
         query,
         key,

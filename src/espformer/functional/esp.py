@@ -44,6 +44,7 @@ def esp_attention(
     *,
     slices: Tensor | None = None,
     slice_logits: Tensor | None = None,
+    mask: Tensor | None = None,
     query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
     backend: str = "auto",
@@ -76,9 +77,11 @@ def esp_attention(
         slices: Θ, ``(L, m)`` or ``(heads, L, m)``, rows of unit norm; None means the m axes.
         slice_logits: b, ``(L,)`` or ``(heads, L)``, a preference for slices in addition to their
             cost; gradients flow to it.
-        query_mask: ``(batch, N)``, True = takes part. Padded queries get zeros.
-        key_mask: ``(batch, M)``; without `query_mask` it also masks the queries if N = M. Each
-            sequence of a padded batch gives the same result as on its own.
+        mask: for self-attention, ``(batch, N)``, True = the token takes part. Padded tokens get
+            zeros, and each sequence of a padded batch gives the same result as on its own.
+        query_mask: for cross-attention instead of `mask`, ``(batch, N)``.
+        key_mask: likewise ``(batch, M)``. If N = M, it needs a `query_mask` beside it, of ones if
+            no query is padding.
         backend: ``"linear"`` (plain torch), ``"cpu"`` (kernels compiled by numba, many times
             faster; extra ``cpu``), ``"triton"`` (fused kernels for CUDA tensors), ``"dense"``
             (Algorithm 1 as printed: O(L N²), for checks) or ``"auto"``: triton on a GPU, cpu on a
@@ -93,7 +96,8 @@ def esp_attention(
             ``torch.compile`` the kernels are custom operators; ``"linear"`` is traced for small
             problems of fixed size and is a custom operator otherwise.
         attn_mask: only for calls written for ``scaled_dot_product_attention``: a boolean padding
-            mask over keys, ``(batch, 1, 1, M)``. Anything else is an error.
+            mask over keys, ``(batch, 1, 1, M)``, taken as `mask` if N = M and as `key_mask`
+            otherwise. Anything else is an error.
         is_causal: True is an error: a causal doubly-stochastic matrix is the identity.
         {options}
 
@@ -116,7 +120,7 @@ def esp_attention(
     """
     name = "esp_attention"
     if are_nested(name, query, key, value):
-        refuse_masks(name, query_mask, key_mask, attn_mask)
+        refuse_masks(name, mask, query_mask, key_mask, attn_mask)
         attention = partial(
             esp_attention, slices=slices, slice_logits=slice_logits, backend=backend,
             is_causal=is_causal, **options,
@@ -124,8 +128,8 @@ def esp_attention(
         return attend_nested(name, attention, query, key, value)
     problem, lead = make_problem(
         name, query, key, value, options, slices=slices, slice_logits=slice_logits,
-        query_mask=query_mask, key_mask=key_mask,
-        attn_mask=attn_mask, is_causal=is_causal,
+        query_mask=query_mask, key_mask=key_mask, mask=mask, attn_mask=attn_mask,
+        is_causal=is_causal,
     )  # fmt: skip
     rows = zero_padding(flat(value, lead), problem.key_mask)
     out = attend(name, problem, rows, backend)
@@ -149,6 +153,7 @@ def esp_plan(
     *,
     slices: Tensor | None = None,
     slice_logits: Tensor | None = None,
+    mask: Tensor | None = None,
     query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
     backend: str = "auto",
@@ -174,7 +179,7 @@ def esp_plan(
     name = "esp_plan"
     problem, lead = make_problem(
         name, query, key, None, options, slices=slices, slice_logits=slice_logits,
-        query_mask=query_mask, key_mask=key_mask, is_causal=is_causal,
+        query_mask=query_mask, key_mask=key_mask, mask=mask, is_causal=is_causal,
     )  # fmt: skip
     with without_autocast(query.device):
         module = _backend_of(problem, name, backend, query, key)

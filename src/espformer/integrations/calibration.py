@@ -261,7 +261,7 @@ def _choose_slices(
         def call(_: str, args: Any, masks: Any, __: Any) -> None:
             query, key, value = args
             output = next(wanted)  # noqa: B023, called before the next module
-            if query.shape[2] == key.shape[2] and masks.get("query_mask") is None:
+            if query.shape[2] == key.shape[2] and masks.get("query_mask") is masks.get("key_mask"):
                 calls.append(Call(query, key, value, output, masks.get("key_mask")))  # noqa: B023
 
         for args, options in batches:

@@ -247,7 +247,7 @@ def _slice_outputs(mechanism: ESP, calls: list[Call], temperature: float | None)
         options["sort_temperature"] = (
             options["sort_temperature"] if temperature is None else temperature
         )
-        output = esp_attention(query, key, value, key_mask=call.mask, **options)
+        output = esp_attention(query, key, value, mask=call.mask, **options)
         tokens = call.tokens(output)
         outputs.append(tokens.unflatten(0, (-1, count)))
     return torch.cat(outputs, 2)

@@ -110,13 +110,13 @@ class _Attention(Converted):
         return _attend(module, module.mechanism, x, _key_mask(attn_mask, x))
 
 
-def _attend(module: Any, mechanism: Mechanism, x: Tensor, key_mask: Tensor | None) -> Tensor:
+def _attend(module: Any, mechanism: Mechanism, x: Tensor, mask: Tensor | None) -> Tensor:
     query, key, value = (
         module.qkv(x).unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
     )
     query = getattr(module, "q_norm", _same)(query)
     key = getattr(module, "k_norm", _same)(key)
-    output = mechanism(query, key, value, key_mask=key_mask)
+    output = mechanism(query, key, value, query_mask=mask, key_mask=mask)
     output = getattr(module, "norm", _same)(output.transpose(1, 2).flatten(2))
     return cast(Tensor, getattr(module, "proj_drop", _same)(module.proj(output)))
 

@@ -176,9 +176,8 @@ class _MultiheadAttention(Converted):
             for x in _project(module, query, key, value, shared=shared)
         )
         key_mask = _key_mask(key_padding_mask, attn_mask, q, k)
-        query_mask = None
+        query_mask = key_mask
         if cross and key_mask is not None:
-            # Without a query mask, the key mask would also mask the queries if there are as many.
             query_mask = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
         mechanism = cast(Mechanism, module.mechanism)
         output = mechanism(q, k, v, query_mask=query_mask, key_mask=key_mask)

@@ -175,11 +175,12 @@ def attention(
         if place is None or not place.given:
             raise ValueError(f"espformer: this {class_name(module)} {NOT_SELF}")
         cross = True
-    masks: dict[str, Tensor | None] = {"key_mask": _key_mask(attention_mask, module, key)}
-    if cross and masks["key_mask"] is not None:
-        # Without a query mask, the key mask would also mask the queries if there are as many.
-        every = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
-        masks["query_mask"] = every
+    key_mask = _key_mask(attention_mask, module, key)
+    query_mask = key_mask
+    if cross and key_mask is not None:
+        shape = query.shape[0], query.shape[2]
+        query_mask = torch.ones(shape, dtype=torch.bool, device=query.device)
+    masks = {"query_mask": query_mask, "key_mask": key_mask}
     output = mechanism(query, key, value, **masks).transpose(1, 2).contiguous()
     shown = _matrices_wanted(module, options)
     return output, mechanism.matrix(query, key, **masks) if shown else None

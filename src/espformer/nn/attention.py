@@ -134,7 +134,6 @@ class Attention(nn.Module):
         query, key, value = self._project(x, context)
         if self.cross:
             if mask is None and context_mask is not None:
-                # Without a query mask, context_mask would also mask x if both have equal lengths.
                 mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
             masks = {"query_mask": mask, "key_mask": context_mask}
         elif context_mask is not None:

@@ -43,14 +43,13 @@ class ClassToken(Wrapper):
         query_mask: Tensor | None = None,
         key_mask: Tensor | None = None,
     ) -> Tensor:
-        query_mask, key_mask = _both_masks(query, key, query_mask, key_mask)
+        _check_tokens(query, key)
         first = self.reader(
-            query[..., :1, :], key, value, query_mask=_part(query_mask, 0, 1), key_mask=key_mask
+            query[..., :1, :], key, value, query_mask=_first(query_mask), key_mask=key_mask
         )
         others = self.base(
-            query[..., 1:, :], key[..., 1:, :], value[..., 1:, :],
-            query_mask=_part(query_mask, 1), key_mask=_part(key_mask, 1),
-        )  # fmt: skip
+            query[..., 1:, :], key[..., 1:, :], value[..., 1:, :], **_others(query_mask, key_mask)
+        )
         return torch.cat([first, others], -2)
 
     def matrix(
@@ -61,30 +60,32 @@ class ClassToken(Wrapper):
         query_mask: Tensor | None = None,
         key_mask: Tensor | None = None,
     ) -> Tensor:
-        query_mask, key_mask = _both_masks(query, key, query_mask, key_mask)
+        _check_tokens(query, key)
         first = self.reader.matrix(
-            query[..., :1, :], key, query_mask=_part(query_mask, 0, 1), key_mask=key_mask
+            query[..., :1, :], key, query_mask=_first(query_mask), key_mask=key_mask
         )
         others = self.base.matrix(
-            query[..., 1:, :], key[..., 1:, :],
-            query_mask=_part(query_mask, 1), key_mask=_part(key_mask, 1),
-        )  # fmt: skip
+            query[..., 1:, :], key[..., 1:, :], **_others(query_mask, key_mask)
+        )
         return torch.cat([first, torch.nn.functional.pad(others, (1, 0))], -2)
 
 
-def _part(mask: Tensor | None, start: int, end: int | None = None) -> Tensor | None:
-    return None if mask is None else mask[..., start:end]
-
-
-def _both_masks(
-    query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Both masks: without a query mask, the key mask also applies to the same number of queries."""
+def _check_tokens(query: Tensor, key: Tensor) -> None:
     if min(query.shape[-2], key.shape[-2]) < 2:
         raise ValueError(
             "ClassToken: there must be tokens beside the class token, got queries of shape "
             f"{tuple(query.shape)} and keys of shape {tuple(key.shape)}"
         )
-    if query_mask is None and key_mask is not None and query.shape[-2] == key.shape[-2]:
-        return key_mask, key_mask
-    return query_mask, key_mask
+
+
+def _first(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask[..., :1]
+
+
+def _others(query_mask: Tensor | None, key_mask: Tensor | None) -> dict[str, Tensor | None]:
+    """The masks of the other tokens; the mask of self-attention stays one tensor."""
+    keys = None if key_mask is None else key_mask[..., 1:]
+    if query_mask is key_mask:
+        return {"query_mask": keys, "key_mask": keys}
+    queries = None if query_mask is None else query_mask[..., 1:]
+    return {"query_mask": queries, "key_mask": keys}

@@ -38,9 +38,8 @@ __all__ = ["Mechanism", "Sinkhorn", "Softmax", "Wrapper"]
 class Mechanism(nn.Module):
     """Base class of mechanisms.
 
-    Masks are boolean, ``(batch, tokens)``, True = takes part. Without a `query_mask`, the
-    `key_mask` also masks the queries if there are as many queries as keys. Rows of masked queries
-    are zero.
+    Masks are boolean, ``(batch, tokens)``, True = takes part. In self-attention both are the same
+    tensor. Rows of masked queries are zero.
 
     To write your own, define two methods. Attention layers, models and ``convert`` then accept it.
 

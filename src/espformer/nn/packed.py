@@ -27,8 +27,8 @@ class Packed(Wrapper):
         >>> x = torch.randn(2, 4, 6, 8)
         >>> mask = torch.arange(6) < torch.tensor([[6], [2]])
         >>> base = ESP(slicer="axis")
-        >>> torch.allclose(Packed(base)(x, x, x, key_mask=mask), base(x, x, x, key_mask=mask),
-        ...                atol=1e-6)
+        >>> masks = {"query_mask": mask, "key_mask": mask}
+        >>> torch.allclose(Packed(base)(x, x, x, **masks), base(x, x, x, **masks), atol=1e-6)
         True
     """
 
@@ -42,16 +42,13 @@ class Packed(Wrapper):
         key_mask: Tensor | None = None,
     ) -> Tensor:
         tokens = (query.shape[0], query.shape[-2]), (key.shape[0], key.shape[-2])
-        masks = {"query_mask": query_mask, "key_mask": key_mask}
-        if query_mask is None and key_mask is not None and tokens[0] == tokens[1]:
-            query_mask = key_mask
         by_sequence = query.dim() == 4 and all(
             mask is None or mask.shape == shape
             for mask, shape in zip((query_mask, key_mask), tokens, strict=True)
         )
         given = [mask for mask in (query_mask, key_mask) if mask is not None]
         if not given or not by_sequence or is_transformed() or not can_decide_by(query, *given):
-            return self.base(query, key, value, **masks)
+            return self.base(query, key, value, query_mask=query_mask, key_mask=key_mask)
         # If both masks are one tensor, they stay one: queries and keys have equal lengths.
         k_mask = _mask(key_mask, tokens[1], key)
         q_mask = k_mask if query_mask is key_mask else _mask(query_mask, tokens[0], query)

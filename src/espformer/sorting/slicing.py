@@ -203,9 +203,9 @@ def _problem(
             f"{name}: slices must have shape (L, {width}) for points of that width, got "
             f"{tuple(slices.shape)}"
         )
-    if x_mask is None and y_mask is not None:  # alone it would mask both, as in self-attention
+    if x_mask is None and y_mask is not None:
         x_mask = x.new_ones(x.shape[:-1], dtype=torch.bool)
-    query_mask, key_mask = resolve_masks(name, x, y, x_mask, y_mask, labels)
+    query_mask, key_mask = resolve_masks(name, x, y, x_mask, y_mask, labels=labels)
     options: Options = {"hard": True, "scale": 1.0}
     problem, lead = make_problem(
         name, x, y, None, options, slices=slices, slice_logits=None, query_mask=query_mask,

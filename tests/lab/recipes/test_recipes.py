@@ -25,6 +25,7 @@ EXPERIMENTS = {
     "iwslt14", "iwslt14-plug-and-play", "modelnet40-set", "modelnet40-pct", "runtime", "digits",
     "mnist-hypotheses", "mnist-hardening", "esp-settings-cats-dogs", "esp-settings-mnist",
     "esp-settings-tweeteval", "esp-rates-cats-dogs",
+    "multi30k", "multi30k-plug-and-play",
 }  # fmt: skip
 
 # t, τ, ε, S, λ, learning rate, batch size, epochs, milestones: the tables of appendix C, but for
@@ -149,7 +150,7 @@ def stand_in(name: str, **options) -> Task:
         shape = (count, channels, size, size)
         return torch.randint(256, shape, dtype=torch.uint8, generator=generator)
 
-    if name == "iwslt14":
+    if name in ("iwslt14", "multi30k"):
 
         class Words:
             def decode(self, ids):

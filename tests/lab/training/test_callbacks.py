@@ -88,7 +88,7 @@ def test_statistics_of_known_matrices():
 def test_statistics_leave_padding_out():
     x = torch.randn(2, 1, 6, 4)
     mask = torch.arange(6) < torch.tensor([[6], [3]])
-    matrix = Sinkhorn(iterations=101).matrix(x, x, key_mask=mask)
+    matrix = Sinkhorn(iterations=101).matrix(x, x, query_mask=mask, key_mask=mask)
     statistics = attention_statistics([matrix])
     assert statistics["row_error"] < 1e-5
     assert statistics["column_error"] < 1e-3

@@ -24,22 +24,24 @@ def test_shapes_broadcast_to_the_keys(shape):
 @pytest.mark.parametrize("tokens", [torch.zeros(4, 8), torch.zeros(3, 4, 8)])
 def test_fewer_leading_dimensions(tokens):
     mask = torch.tensor([True, True, False, True])
-    _, key_mask = resolve_masks("f", tokens, tokens, None, mask)
+    _, key_mask = resolve_masks("f", tokens, tokens, None, None, mask)
     assert torch.equal(key_mask.expand(tokens.shape[:-1]), mask.expand(tokens.shape[:-1]))
 
 
-def test_key_mask_alone_masks_queries_of_the_same_number():
+def test_key_mask_alone_is_ambiguous_for_queries_of_the_same_number():
     mask = torch.rand(2, 4) < 0.5
-    query_mask, key_mask = resolve_masks("f", QUERY, QUERY, None, mask)
-    assert torch.equal(query_mask, mask[:, None])
-    assert torch.equal(key_mask, mask[:, None])
+    with pytest.raises(ValueError, match=r"f: key_mask alone.*pass it as query_mask too"):
+        resolve_masks("f", QUERY, QUERY, None, mask)
+    with pytest.raises(ValueError, match=r"f: there alone.*in cross-attention, pass a here"):
+        resolve_masks("f", QUERY, QUERY, None, mask, labels=("here", "there"))
 
 
 def test_one_mask_for_both_sides_stays_one():
     mask = torch.rand(2, 4) < 0.5
-    query_mask, key_mask = resolve_masks("f", QUERY, QUERY, mask, mask)
-    assert query_mask is key_mask
-    assert torch.equal(key_mask, mask[:, None])
+    for masks in ((mask, mask), (None, None, mask)):
+        query_mask, key_mask = resolve_masks("f", QUERY, QUERY, *masks)
+        assert query_mask is key_mask
+        assert torch.equal(key_mask, mask[:, None])
 
 
 def test_given_query_mask_stays():
@@ -68,7 +70,7 @@ def test_one_query_is_not_taken_for_a_pairwise_mask():
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (ones(4, 5), r"my_attention: key_mask of shape \(4, 5\).*pairs.*identity.*key_mask"),
+        (ones(4, 5), r"my_attention: key_mask of shape \(4, 5\).*pairs.*identity.*with mask"),
         (torch.zeros(2, 1, 4, 5), r"pairs.*only padding"),
         (torch.ones(2, 5), r"key_mask must be boolean.*float32.*key_mask\.bool\(\)"),
         (torch.ones(2, 5, dtype=torch.int64), r"must be boolean.*int64"),

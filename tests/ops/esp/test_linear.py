@@ -98,7 +98,7 @@ def test_groups_of_slices_change_nothing(options, group, tau, monkeypatch):
         "slices": torch.randn(2, 7, 4, dtype=torch.float64),
         "sort_temperature": torch.tensor([0.1, 0.3], dtype=torch.float64),
         "inverse_temperature": tau,
-        "key_mask": some(2, 37),
+        "mask": some(2, 37),
         "backend": "linear",
         **options,
     }

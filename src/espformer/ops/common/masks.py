@@ -17,6 +17,7 @@ def resolve_masks(
     key: Tensor,
     query_mask: Tensor | None,
     key_mask: Tensor | None,
+    mask: Tensor | None = None,
     labels: tuple[str, str] = ("query_mask", "key_mask"),
 ) -> tuple[Tensor | None, Tensor | None]:
     """Check the padding masks of an attention call and bring them to broadcastable shapes.
@@ -25,10 +26,10 @@ def resolve_masks(
     tokens)`` or ``(batch, heads, tokens)``; in general, for queries of shape ``(..., heads, N,
     head_dim)``, the shapes ``(..., N)``, ``(..., 1, N)`` and ``(..., heads, N)``.
 
-    In self-attention one mask serves both sides: a ``key_mask`` alone also masks the queries when
-    there are as many queries as keys. To mask the keys only, pass a ``query_mask`` of ones. If one
-    mask serves both sides, the same tensor is returned twice. Callers then know, without reading
-    it, that every sequence has as many queries as keys.
+    In self-attention one mask serves both sides: pass it as ``mask``, or the same tensor twice. The
+    same tensor is then returned twice, so callers know, without reading it, that every sequence has
+    as many queries as keys. A ``key_mask`` alone does not say whether padded tokens are queries,
+    too, where there are as many queries as keys, and is refused there.
 
     Args:
         name: the calling function, for the error messages.
@@ -36,6 +37,7 @@ def resolve_masks(
         key: keys, ``(batch, heads, M, head_dim)``.
         query_mask: which queries take part, or None for all of them.
         key_mask: which keys take part, or None for all of them.
+        mask: which tokens take part in self-attention, instead of the two.
         labels: what the caller calls the two masks, for the error messages.
 
     Returns:
@@ -43,24 +45,42 @@ def resolve_masks(
 
     Raises:
         TypeError: a mask that is not a tensor.
-        ValueError: a mask that is not boolean, not of one of those shapes, or on another device.
+        ValueError: a mask that is not boolean, not of one of those shapes, or on another device; a
+            `mask` beside others, or for as many queries as keys only a `key_mask`.
 
     Example:
         >>> import torch
         >>> x = torch.randn(2, 4, 3, 8)
         >>> lengths = torch.tensor([3, 1])
         >>> mask = torch.arange(3) < lengths[:, None]
-        >>> query_mask, key_mask = resolve_masks("example", x, x, None, mask)
+        >>> query_mask, key_mask = resolve_masks("example", x, x, None, None, mask)
         >>> query_mask.shape, query_mask is key_mask
         (torch.Size([2, 1, 3]), True)
     """
-    shared = query_mask is None or query_mask is key_mask
-    if query_mask is not None:
-        query_mask = _resolve(name, labels[0], query_mask, query, key)
+    as_many = query.shape[-2] == key.shape[-2]
+    if mask is not None:
+        if query_mask is not None or key_mask is not None or not as_many:
+            raise ValueError(
+                f"{name}: mask is for self-attention, where it says which tokens take part as "
+                f"queries and as keys; with {query.shape[-2]} queries and {key.shape[-2]} keys, or "
+                "to mask them apart, pass query_mask and key_mask instead of it"
+            )
+        mask = _resolve(name, "mask", mask, key, query)
+        return mask, mask
+    one = query_mask is key_mask and as_many
     if key_mask is not None:
         key_mask = _resolve(name, labels[1], key_mask, key, query)
-        if shared and query.shape[-2] == key.shape[-2]:
-            query_mask = key_mask
+        if query_mask is None and as_many:
+            raise ValueError(
+                f"{name}: {labels[1]} alone does not say which queries are padding, and there are "
+                f"as many queries as keys ({key.shape[-2]}). In self-attention, pass it as "
+                f"{labels[0]} too (functions: as mask=...); in cross-attention, pass a "
+                f"{labels[0]}, of ones if no query is padding"
+            )
+    if one:
+        return key_mask, key_mask
+    if query_mask is not None:
+        query_mask = _resolve(name, labels[0], query_mask, query, key)
     return query_mask, key_mask
 
 
@@ -98,13 +118,13 @@ def _resolve(name: str, argument: str, mask: Tensor, tokens: Tensor, others: Ten
         accepted = " or ".join(str(tuple(shape)) for shape in dict.fromkeys((per_sequence, full)))
         pair = (tokens.shape[-2], others.shape[-2])
         pair = pair if argument == "query_mask" else pair[::-1]
-        attends = argument in ("query_mask", "key_mask")
+        attends = argument in ("mask", "query_mask", "key_mask")
         if attends and mask.ndim >= 2 and mask.shape[-2:] == pair:
             raise ValueError(
                 f"{name}: {argument} of shape {tuple(mask.shape)} masks (query, key) pairs, but "
                 "only padding can be masked: a causal matrix that is doubly stochastic is the "
-                "identity. Say which tokens take part with key_mask (and query_mask), boolean, "
-                f"of shape {accepted}"
+                "identity. Say which tokens take part with mask (or query_mask and key_mask), "
+                f"boolean, of shape {accepted}"
             )
         raise ValueError(
             f"{name}: {argument} must have shape {accepted} to mask tokens of shape "

@@ -144,7 +144,7 @@ def test_nan_is_seen_in_its_head_alone(
 ) -> None:
     query, key, value = torch.randn(3, 2, 2, 6, 2, device=DEVICE).to(dtype).unbind()
     mask = torch.tensor([[True] * 6, [True] * 4 + [False] * 2], device=DEVICE)
-    options = options | {"inverse_temperature": tau, "key_mask": mask, "backend": "triton"}
+    options = options | {"inverse_temperature": tau, "mask": mask, "backend": "triton"}
     for x, number in ((query, torch.nan), (key, torch.inf)):
         before = x[1, 0, 2, 1].clone()
         x[1, 0, 2, 1] = number
