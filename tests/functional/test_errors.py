@@ -68,7 +68,7 @@ def test_wrong_types(option, wrong, wanted):
 @pytest.mark.parametrize(
     ("option", "hint"),
     [
-        ("mask", "did you mean 'key_mask'?"),
+        ("masks", "did you mean 'mask'?"),
         ("causal", "did you mean 'is_causal'?"),
         ("query_masks", "did you mean 'query_mask'?"),
         ("temprature", "did you mean 'sort_temperature'?"),

@@ -101,11 +101,10 @@ _ALSO_CALLED = {
     "t": "sort_temperature",
     "unit": "temperature_unit",
     "tau": "inverse_temperature",
-    "mask": "key_mask",
-    "attn_mask": "key_mask",
+    "attn_mask": "mask",
     "causal": "is_causal",
 }
-_ARGUMENTS = ("slices", "slice_logits", "query_mask", "key_mask", "backend", "is_causal")
+_ARGUMENTS = ("slices", "slice_logits", "mask", "query_mask", "key_mask", "backend", "is_causal")
 _ELSEWHERE = {
     "slicer": "espformer.nn.ESP",
     "learn_temperature": "espformer.nn.ESP",
