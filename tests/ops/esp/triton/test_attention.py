@@ -130,6 +130,7 @@ def test_short_narrow_rows_of_many_heads(
         apply(self, plan, x, weight, out, g, *args)
 
     monkeypatch.setattr(short_plan, "LEAST_PAIRS", 1)
+    monkeypatch.setattr(short_plan, "PIECES", True)
     monkeypatch.setattr(short_plan, "LANES", 4)
     monkeypatch.setattr(short_plan, "MOST_COLUMNS", 4)
     monkeypatch.setattr(short_plan.ShortPlanKernels, "_apply", counted)
@@ -148,6 +149,7 @@ def test_where_sequences_stay_in_registers() -> None:
     assert fits(256)
     assert not fits(257)
     assert not fits(197, with_inv_bandwidth=True)
+    assert not fits(197, pieces=True)
     torch.use_deterministic_algorithms(True)
     try:
         assert not fits(197)
@@ -158,6 +160,21 @@ def test_where_sequences_stay_in_registers() -> None:
     assert not short_plan.fits((4096, 8, 197), 12, torch.bfloat16, "absolute"), "no power of two"
     sizes = [short_plan.config(ranks, 8)["R"] for ranks in (0, 1, 33, 65, 129, 197, 225, 256)]
     assert sizes == [1, 1, 2, 4, 7, 7, 8, 8]
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(9, 9), (6, 9), (1, 9), (9, 1)])
+def test_only_as_many_queries_as_keys_stay_in_registers(
+    monkeypatch: pytest.MonkeyPatch, queries: int, keys: int
+) -> None:
+    asked: list[bool] = []
+
+    def fits(*arguments: Any) -> bool:
+        asked.append(arguments[-1])
+        return False
+
+    monkeypatch.setattr(short_plan, "fits", fits)
+    compare(queries, keys, torch.float16, 5e-3, inverse_temperature=1.0)
+    assert set(asked) == {queries != keys}
 
 
 def test_columns_of_float32_rows_do_not_stay_in_registers() -> None:
