@@ -49,6 +49,11 @@ def test_unknown_names(option, wrong, choices):
     [
         ("sort_temperature", "0.3", "a number"),
         ("sort_temperature", True, "a number"),
+        ("sort_temperature", None, "a number"),
+        ("sort_temperature", [0.3], "a number"),
+        ("hard", "yes", "True or False"),
+        ("hard", 0.5, "True or False"),
+        ("hard", None, "True or False"),
         ("inverse_temperature", "high", "a number"),
         ("straight_through", "yes", "True, False or a number"),
         ("slice_dropout", False, "a number"),
@@ -58,6 +63,31 @@ def test_wrong_types(option, wrong, wanted):
     expected = re.escape(f"esp_attention: {option} must be {wanted}, got {wrong!r}")
     with pytest.raises(TypeError, match=expected):
         esp_attention(QUERY, KEY, VALUE, **{option: wrong})
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("masks", "did you mean 'mask'?"),
+        ("causal", "did you mean 'is_causal'?"),
+        ("query_masks", "did you mean 'query_mask'?"),
+        ("temprature", "did you mean 'sort_temperature'?"),
+        ("learn_temperature", "it belongs to espformer.nn.ESP"),
+        ("iterations", "it belongs to espformer.nn.Sinkhorn"),
+        ("nonsense", "choose from sort_temperature, "),
+    ],
+)
+def test_options_of_others(option, hint):
+    for call, given in ((esp_attention, SELF), (esp_plan, SELF[:2])):
+        expected = re.escape(f"{call.__name__}: there is no option {option!r}; {hint}")
+        with pytest.raises(TypeError, match=expected):
+            call(*given, **{option: True})
+
+
+def test_the_epsilon_of_sinkhorn_is_a_number():
+    for wrong in (None, "1", True):
+        with pytest.raises(TypeError, match=f"epsilon must be a number, got {wrong!r}"):
+            sinkhorn_attention(*SELF, epsilon=wrong)
 
 
 ATTENTIONS = [esp_attention, sinkhorn_attention, softmax_attention]

@@ -314,3 +314,9 @@ def test_widths_and_beginnings_that_cannot_be():
         Attention(32, 4, key_init="query", cross=True, key_dim=16)
     with pytest.raises(ValueError, match="key_init must be one of 'own', 'query'"):
         Attention(32, 4, key_init="random")
+
+
+def test_a_mask_that_is_not_passed_by_name_is_told():
+    with pytest.raises(ValueError, match=r"self-attention \(pass a mask as mask=") as told:
+        Attention(12, 2)(torch.randn(2, 3, 12), torch.ones(2, 3, dtype=torch.bool))
+    assert "cross=True" not in str(told.value)

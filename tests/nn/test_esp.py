@@ -334,6 +334,40 @@ def test_mistakes_are_named(options, message):
         ESP(**options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slices": 0}, "ESP: slices must be an integer of at least 1"),
+        ({"slices": "8"}, "slices must be an integer of at least 1.* got '8'"),
+        ({"slices": torch.eye(6)}, "slices must be an integer of at least 1.* got a Tensor"),
+        ({"slicer": None}, 'slicer must be "auto", "axis", .* got NoneType'),
+        ({"learn_temperature": 0.3}, r"learn_temperature must be True or False, got 0\.3"),
+        ({"learn_temprature": True}, "did you mean 'learn_temperature'"),
+        ({"heads": 4}, r"it belongs to espformer\.nn\.Attention"),
+    ],
+)
+def test_mistakes_in_its_own_arguments(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        ESP(**options)
+
+
+def test_one_temperature_is_enough():
+    with pytest.raises(TypeError, match=r"two temperatures, 0\.5 and sort_temperature=0\.1"):
+        ESP(0.5, sort_temperature=0.1)
+
+
+@pytest.mark.parametrize("name", ["slices", "learn_temperature", "learn_slice_weights"])
+def test_what_parameters_depend_on_is_fixed_in_a_layer(name):
+    """Setting it would change nothing."""
+    esp = ESP()
+    setattr(esp, name, 3 if name == "slices" else True)
+    bound = esp.bind(HEADS, WIDTH)
+    with pytest.raises(
+        AttributeError, match=rf"{name} is fixed.*build the layer with ESP\({name}="
+    ):
+        setattr(bound, name, getattr(bound, name))
+
+
 @pytest.mark.parametrize("slicer", [FrozenSlicer(3, 8), LearnableSlicer(3, 6, heads=3)])
 def test_a_slicer_of_other_sizes_is_named(slicer):
     with pytest.raises(ValueError, match=r"expected \(slices, 6\) or \(2, slices, 6\)"):

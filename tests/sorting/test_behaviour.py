@@ -1,6 +1,7 @@
 """Shapes, dtypes, padding, extremes, NaN, straight-through, compilers, and errors in words."""
 
 import itertools
+import warnings
 from functools import partial
 
 import pytest
@@ -436,7 +437,16 @@ MANY = torch.zeros(1).expand(2**24 + 1)
         (lambda: sorting.soft_sort([3.0, 1.0]), "x must be a torch.Tensor, got list"),
         (lambda: sorting.soft_rank(torch.arange(3)), "floating-point numbers, got torch.int64"),
         (lambda: sorting.soft_rank(torch.tensor(1.0)), "at least one dimension"),
-        (lambda: sorting.soft_rank(X, dim=2), r"dim must be in \[-2, 1\]"),
+        (lambda: sorting.soft_rank(X, dim=2), r"dim must be an integer in \[-2, 1\].* got 2"),
+        (lambda: sorting.soft_rank(X, dim=None), r"dim must be an integer in .* got None"),
+        (lambda: sorting.soft_rank(X, temperature=None), "temperature must be a number.* None"),
+        (lambda: sorting.soft_sort(X, temperature="0.1"), "soft_sort: temperature must be a num"),
+        (lambda: sorting.soft_rank(X, temperature=True), "temperature must be a number, got True"),
+        (lambda: sorting.soft_rank(X, hard=0.5), "hard must be True or False, got 0.5"),
+        (lambda: sorting.soft_quantile(X, "0.5"), "q must be a number or a tensor of one dim"),
+        (lambda: sorting.soft_quantile(X, None), "q must be a number .* got None"),
+        (lambda: sorting.soft_quantile(X, [0.1, 0.9]), "q must be a number or a tensor"),
+        (lambda: sorting.sliced_wasserstein(X, X, p="2"), "p must be a number of at least 1"),
         (lambda: sorting.soft_rank(X[:, :0]), "no numbers along dim -1"),
         (lambda: sorting.soft_rank(MANY), "float32, which counts to 16,777,216; pass x.double"),
         (lambda: sorting.soft_topk(MANY, 3), "cannot be told apart in torch.float32"),
@@ -459,7 +469,7 @@ MANY = torch.zeros(1).expand(2**24 + 1)
         (lambda: sorting.soft_rank(X, mask=[True]), "soft_rank: mask must be a torch.Tensor"),
         (lambda: sorting.soft_rank(X, temprature=1.0), "no option 'temprature'; did you mean 'te"),
         (lambda: sorting.soft_quantile(X, 0.5, descending=True),
-         "soft_quantile: there is no option 'descending'; there are temperature, unit"),
+         "soft_quantile: there is no option 'descending'; choose from temperature, unit"),
         (lambda: sorting.soft_rank(X, label="y", name="z"), "soft_rank: there is no option 'label"),
         (lambda: sorting.spearman(X, X.long()), "spearman: y must hold floating-point numbers"),
         (lambda: sorting.spearman_loss(X.long(), X), "prediction must hold floating-point numbers"),
@@ -473,3 +483,26 @@ MANY = torch.zeros(1).expand(2**24 + 1)
 def test_errors_in_words(call, words):
     with pytest.raises((ValueError, TypeError), match=words):
         call()
+
+
+@pytest.mark.parametrize(
+    ("prediction", "target", "dim"),
+    [((7, 1), (7,), -1), ((7,), (7, 1), -1), ((1, 7), (7, 7), 0), ((7,), (7, 7), 0)],
+)
+def test_a_single_number_is_not_repeated_to_be_ranked(prediction, target, dim):
+    """A column beside a row would be a constant loss without a gradient."""
+    with pytest.raises(ValueError, match=r"single number along dim .*squeeze\(-1\) a column"):
+        sorting.spearman_loss(torch.randn(prediction), torch.randn(target), dim=dim)
+
+
+def test_a_column_of_predictions_is_told():
+    column = torch.randn(7, 1, requires_grad=True)
+    with pytest.warns(UserWarning, match=r"single number along dim -1.*squeeze\(-1\)"):
+        loss = sorting.spearman_loss(column, torch.randn(7, 1))
+    assert loss == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sorting.spearman_loss(column, torch.randn(7, 1), dim=0).backward()
+        assert column.grad.any()
+        sorting.spearman_loss(torch.randn(1), torch.randn(1))  # a last batch of one
+        sorting.spearman_loss(torch.randn(4, 7), torch.randn(7))  # one target for all rows

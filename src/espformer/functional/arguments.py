@@ -16,7 +16,7 @@ from torch import Tensor
 from espformer.ops.common.masks import resolve_masks, zero_padding
 from espformer.ops.common.operators import has_autocast
 from espformer.ops.common.torch_internals import can_read, is_transformed
-from espformer.ops.esp.options import OPTIONS, ESPOptions, Options
+from espformer.ops.esp.options import OPTIONS, ESPOptions, Options, check_option
 from espformer.ops.esp.problem import Problem
 
 
@@ -95,18 +95,36 @@ def _with_scale(chosen: ESPOptions, width: int) -> ESPOptions:
     return replace(chosen, sort_temperature=t, scale=scale)
 
 
-# What `sorting` and the paper call them, which difflib takes for others or for none.
+# What `sorting`, the paper and torch call them, which difflib takes for others or for none.
 _ALSO_CALLED = {
     "temperature": "sort_temperature",
     "t": "sort_temperature",
     "unit": "temperature_unit",
     "tau": "inverse_temperature",
+    "attn_mask": "mask",
+    "causal": "is_causal",
+}
+_ARGUMENTS = ("slices", "slice_logits", "mask", "query_mask", "key_mask", "backend", "is_causal")
+_ELSEWHERE = {
+    "slicer": "espformer.nn.ESP",
+    "learn_temperature": "espformer.nn.ESP",
+    "learn_slice_weights": "espformer.nn.ESP",
+    "dim": "espformer.nn.Attention",
+    "heads": "espformer.nn.Attention",
+    "head_dim": "espformer.nn.Attention",
+    "iterations": "espformer.nn.Sinkhorn",
+    "epsilon": "espformer.nn.Sinkhorn",
 }
 
 
-def check_options(name: str, options: Options) -> ESPOptions:
-    """The options of a call, checked; `name` is the called function, for error messages."""
-    refuse_unknown(name, options, OPTIONS)
+def check_options(
+    name: str, options: Options, arguments: tuple[str, ...] = _ARGUMENTS
+) -> ESPOptions:
+    """The options of a call, checked.
+
+    For error messages, `name` is the called function and `arguments` are its other keywords.
+    """
+    refuse_unknown(name, options, OPTIONS, arguments)
     chosen = ESPOptions(**options)
     chosen.check(name)
     return chosen
@@ -114,26 +132,34 @@ def check_options(name: str, options: Options) -> ESPOptions:
 
 def check_scale(name: str, scale: float | None) -> None:
     """Raises if a factor on the scores of the baselines is not a number that ESP takes."""
-    wrong = OPTIONS["scale"].metadata["check"](scale)
-    if wrong is not None:
-        raise ValueError(f"{name}: scale {wrong}")
+    if not isinstance(scale, Tensor):  # the baselines take tensors, too
+        check_option(name, OPTIONS["scale"], scale)
 
 
-def refuse_unknown(name: str, options: Iterable[str], known: Collection[str]) -> None:
-    """Raises for the first option that is not a known one."""
+def refuse_unknown(
+    name: str, options: Iterable[str], known: Collection[str], others: Collection[str] = ()
+) -> None:
+    """Raises for the first option that is not a known one; `others` are only suggested."""
     for option in options:
         if option not in known:
-            near = nearest(option, known)
-            hint = f"did you mean {near!r}?" if near else f"there are {', '.join(known)}"
+            names = (*known, *others)
+            near = nearest(option, names)
+            hint = f"did you mean {near!r}?" if near else f"choose from {', '.join(names)}"
+            if option in _ELSEWHERE and "sort_temperature" in names:
+                hint = f"it belongs to {_ELSEWHERE[option]}"
             raise TypeError(f"{name}: there is no option {option!r}; {hint}")
 
 
 def nearest(option: str, known: Collection[str], cutoff: float = 0.6) -> str | None:
     """The known option that was probably meant, None if no name is as near as `cutoff`."""
     also = _ALSO_CALLED.get(option, option)
-    return next(
-        iter(difflib.get_close_matches(also if also in known else option, known, 1, cutoff)), None
-    )
+    if also in known:
+        return also
+    names = {name: name for name in known}
+    if "sort_temperature" in names:  # "temprature" is nearer to "temperature_unit" than to it
+        names["temperature"] = "sort_temperature"
+    close = difflib.get_close_matches(option, names, 1, cutoff)
+    return names[close[0]] if close else None
 
 
 def flat(x: Tensor, lead: torch.Size) -> Tensor:

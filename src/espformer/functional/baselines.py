@@ -287,9 +287,11 @@ def check_sinkhorn(name: str, iterations: int, epsilon: float, scale: float | No
     check_scale(name, scale)
     if not isinstance(iterations, int) or iterations < 0:
         raise ValueError(
-            f"{name}: iterations must be an integer >= 0, got {iterations} (0 and 1 are softmax "
+            f"{name}: iterations must be an integer >= 0, got {iterations!r} (0 and 1 are softmax "
             "attention)"
         )
+    if isinstance(epsilon, str | bool) or not hasattr(epsilon, "__float__"):
+        raise TypeError(f"{name}: epsilon must be a number, got {epsilon!r}")
     if not epsilon > 0:
         raise ValueError(
             f"{name}: epsilon must be > 0, got {epsilon} (a smaller epsilon is closer to a "

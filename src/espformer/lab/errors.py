@@ -17,12 +17,12 @@ class RunError(UserError):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """`did you mean 'epochs'?` where one is close, else the list of what there is."""
-    known = sorted(choices)
+    """`did you mean 'epochs'?` where one is close, else the list to choose from."""
+    known = sorted(set(choices))
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     if close:
         return f"did you mean '{close[0]}'?"
-    return f"there is {', '.join(known)}" if known else "nothing is expected here"
+    return f"choose from {', '.join(known)}" if known else "nothing is expected here"
 
 
 def first_line(error: Exception) -> str:

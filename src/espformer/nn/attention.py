@@ -175,10 +175,9 @@ class Attention(nn.Module):
         _check_tokens("x", x, self.dim)
         if not self.cross:
             if context is not None:
-                raise ValueError(
-                    "Attention: got a context, but this is self-attention (build the layer with "
-                    "cross=True)"
-                )
+                is_mask = isinstance(context, Tensor) and context.dtype == torch.bool
+                hint = "pass a mask as mask=..." if is_mask else "build the layer with cross=True"
+                raise ValueError(f"Attention: got a context, but this is self-attention ({hint})")
             return self._split(self.qkv(x), self.qk_dim, self.qk_dim, self.head_dim)
         if context is None:
             raise ValueError(

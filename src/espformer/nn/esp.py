@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from espformer import functional
-from espformer.functional.arguments import check_options, nearest, one_of
+from espformer.functional.arguments import check_options, is_integer, nearest, one_of
 from espformer.nn.mechanisms import Mechanism, own_draws
 from espformer.nn.slicers import AxisSlicer, FrozenSlicer, Slicer, make_slicer
 from espformer.ops.esp.options import (
     OPTIONS,
     SAVED_OPTIONS,
     Options,
+    check_option,
     decode,
     document,
     encode,
@@ -26,6 +27,8 @@ from espformer.ops.esp.problem import LEAST_TEMPERATURE
 __all__ = ["ESP", "former_settings"]
 
 FEW_SLICES = 8
+OWN_ARGUMENTS = ("slicer", "slices", "learn_temperature", "learn_slice_weights", "backend")
+FIXED = ("slices", "learn_temperature", "learn_slice_weights")  # once the parameters exist
 
 
 class ESP(Mechanism):
@@ -39,8 +42,9 @@ class ESP(Mechanism):
     :func:`espformer.esp_attention` has the other formulas. With the default τ = 0 and without
     learnt slice weights b, this is the plain mean.
 
-    The options below are also attributes and can be changed at any time. Attributes whose names are
-    nearly those of options are refused. Temperature, its unit,
+    The options from `sort_temperature` on are also attributes and can be changed at any time;
+    `slices`, `learn_temperature` and `learn_slice_weights` cannot once the mechanism belongs to a
+    layer. Attributes whose names are nearly those of options are refused. Temperature, its unit,
     `hard`, `ties` and `straight_through` change while a model is trained, annealed and hardened, so
     they are part of its state dict: a checkpoint restores them and overrides the constructor. They
     are stored as Python values, which a cast to 16 bits does not round and which need no device
@@ -95,8 +99,28 @@ class ESP(Mechanism):
         super().__init__()
         one_of("ESP", "backend", backend, functional.BACKENDS)
         if temperature is not None:  # ESP(0.3) is ESP(sort_temperature=0.3)
+            if "sort_temperature" in options:
+                raise TypeError(
+                    f"ESP: got two temperatures, {temperature} and sort_temperature="
+                    f"{options['sort_temperature']}; pass one"
+                )
             options["sort_temperature"] = temperature
-        self.options = check_options("ESP", options)
+        self.options = check_options("ESP", options, OWN_ARGUMENTS)
+        learns = {
+            "learn_temperature": learn_temperature,
+            "learn_slice_weights": learn_slice_weights,
+        }
+        for argument, value in learns.items():
+            if value not in (True, False):
+                raise TypeError(
+                    f"ESP: {argument} must be True or False, got {value!r} (a learnt temperature "
+                    "starts at sort_temperature, slice weights start equal)"
+                )
+        if slices is not None and (not is_integer(slices) or slices < 1):
+            got = f"a {type(slices).__name__}" if isinstance(slices, Tensor) else repr(slices)
+            raise ValueError(
+                f"ESP: slices must be an integer of at least 1, the number of directions, got {got}"
+            )
         self.learn_temperature = learn_temperature
         self.learn_slice_weights = learn_slice_weights
         self.backend = backend
@@ -108,6 +132,11 @@ class ESP(Mechanism):
             one_of("ESP", "slicer", slicer, ("auto", "axis", "frozen", "learnable"))
             if slicer == "axis" and slices is None:
                 self.slicer = AxisSlicer()
+        elif not isinstance(slicer, Slicer):
+            raise TypeError(
+                'ESP: slicer must be "auto", "axis", "frozen", "learnable" or an '
+                f"espformer.nn.Slicer, got {type(slicer).__name__}"
+            )
         elif slices is not None:
             raise ValueError(
                 f"ESP: slices={slices} is only for slicers that ESP creates itself ("
@@ -139,6 +168,7 @@ class ESP(Mechanism):
                 "(learn_temperature=True has one per head, in log_sort_temperature; esp_attention "
                 "takes a tensor)"
             )
+        check_option("ESP", OPTIONS["sort_temperature"], temperature)
         if not 0 < temperature < math.inf:
             raise ValueError(
                 f"ESP: sort_temperature must be > 0, got {temperature} "
@@ -149,7 +179,7 @@ class ESP(Mechanism):
 
     def change(self, **options: Unpack[Options]) -> None:
         """Change options. A learnt temperature continues from the given one, in all heads."""
-        check_options("ESP", options)
+        check_options("ESP", options, OWN_ARGUMENTS)
         temperature = options.pop("sort_temperature", None)
         if temperature is not None:
             self.sort_temperature = temperature
@@ -160,6 +190,11 @@ class ESP(Mechanism):
 
         Other new names are allowed, since tools for training and quantisation set their own.
         """
+        if name in FIXED and getattr(self, "heads", None) is not None:
+            raise AttributeError(
+                f"ESP: {name} is fixed, since this mechanism already belongs to a layer; build the "
+                f"layer with ESP({name}={value!r})"
+            )
         known = name.startswith("_") or hasattr(type(self), name) or hasattr(self, name)
         near = None if known else nearest(name, OPTIONS, cutoff=0.85)
         if near is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from espformer.functional.arguments import check_tensor, one_of
+from espformer.functional.arguments import check_tensor, is_integer, one_of
 from espformer.functional.esp import pass_through
 from espformer.sorting.rows import SoftSort, SortOptions, prepare
 
@@ -105,7 +106,10 @@ def spearman_loss(
 
     If all predictions of a row are equal, the loss is one and the gradient zero, since no order is
     closer than another. A model whose last layer is initialised with zeros therefore never starts
-    to learn: initialise that layer with random numbers.
+    to learn: initialise that layer with random numbers. A single number along `dim` has no order
+    either. So predictions of shape ``(N, 1)``, as a ``Linear(width, 1)`` gives them, have to be
+    squeezed to ``(N,)``, or ranked along ``dim=0``: beside a target of shape ``(N,)`` they are an
+    error, and beside one of shape ``(N, 1)`` there is a warning.
 
     Args:
         prediction: scores of the model, ranked softly.
@@ -130,7 +134,9 @@ def spearman_loss(
     """
     name = "spearman_loss"
     one_of(name, "reduction", reduction, REDUCTIONS)
+    given = prediction, target
     prediction, target = _broadcast(name, prediction=prediction, target=target)
+    _check_order(*given, dim)
     soft = prepare(name, prediction, dim, False, "prediction", **options)
     exact: SortOptions = {**options, "hard": True}
     grades = not (target.is_floating_point() or target.is_complex())
@@ -140,6 +146,30 @@ def spearman_loss(
     true = ranks(hard).to(soft.numbers.dtype) if grades else ranks(hard)
     loss = 1 - _correlation(soft, ranks(soft), hard, true).view(soft.lead)
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+def _check_order(prediction: Tensor, target: Tensor, dim: int) -> None:
+    """Raises, or warns, if one number along `dim` leaves nothing to order: the loss is constant."""
+    together = max(prediction.dim(), target.dim())
+    if not is_integer(dim) or not -together <= dim < together:
+        return  # an error of its own
+    axis = dim if dim < 0 else dim - together
+    counts = [x.shape[axis] if x.dim() >= -axis else 1 for x in (prediction, target)]
+    if type(counts[0]) is not int or type(counts[1]) is not int or 1 not in counts:
+        return
+    shapes = f"prediction {tuple(prediction.shape)} and target {tuple(target.shape)}"
+    advice = "squeeze(-1) a column, or pass dim=0 for two of them"
+    if counts != [1, 1]:
+        raise ValueError(
+            f"spearman_loss: got {shapes}, of which one has a single number along dim {dim}: "
+            f"repeated, it has no order, so the loss would be constant; {advice}"
+        )
+    if prediction.numel() > 1 and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"spearman_loss: got {shapes}, with a single number along dim {dim}: the loss is one "
+            f"and its gradient zero; {advice}",
+            stacklevel=3,
+        )
 
 
 def _broadcast(name: str, **pair: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,13 +21,14 @@ from torch import Tensor
 from espformer.functional.arguments import (
     check_tensor,
     flat_temperature,
+    is_integer,
     one_of,
     refuse_unknown,
 )
 from espformer.functional.esp import attend, pick_backend, straight_through
 from espformer.ops.common.masks import zero_padding
 from espformer.ops.common.operators import without_autocast
-from espformer.ops.esp.options import OPTIONS, UNITS, ESPOptions
+from espformer.ops.esp.options import OPTIONS, UNITS, ESPOptions, check_option
 from espformer.ops.esp.problem import (
     LEAST_TEMPERATURE,
     MOST_TEMPERATURE,
@@ -293,9 +294,7 @@ def _options(
     straight_through: bool | float,
 ) -> ESPOptions:  # fmt: skip
     """Options of a soft sort, checked."""
-    wrong = OPTIONS["sort_temperature"].metadata["check"](temperature)
-    if wrong is not None:
-        raise ValueError(f"{name}: temperature {wrong}")
+    check_option(name, OPTIONS["sort_temperature"], temperature, "temperature")
     options = ESPOptions(
         sort_temperature=float(temperature), temperature_unit="absolute", metric=metric,
         balance=balance, hard=hard, scale=1.0, straight_through=straight_through,
@@ -322,10 +321,10 @@ def _check_numbers(name: str, label: str, x: Tensor, dim: int) -> int:
         )
     if x.dim() == 0:
         raise ValueError(f"{name}: {label} must have at least one dimension, got a single number")
-    if not -x.dim() <= dim < x.dim():
+    if not is_integer(dim) or not -x.dim() <= dim < x.dim():
         raise ValueError(
-            f"{name}: dim must be in [{-x.dim()}, {x.dim() - 1}] for {label} of shape "
-            f"{tuple(x.shape)}, got {dim}"
+            f"{name}: dim must be an integer in [{-x.dim()}, {x.dim() - 1}] for {label} of shape "
+            f"{tuple(x.shape)}, got {dim!r}"
         )
     if x.shape[dim] == 0:
         raise ValueError(

@@ -84,10 +84,9 @@ def _quantile(
 
 def _check_share(name: str, q: float | Tensor, numbers: Tensor) -> Tensor:
     """The quantiles as one row, (1, K)."""
-    if isinstance(q, Tensor) and q.dim() > 1:
-        raise ValueError(
-            f"{name}: q must be a number or a tensor of one dimension, got {tuple(q.shape)}"
-        )
+    if q.dim() > 1 if isinstance(q, Tensor) else not hasattr(q, "__float__"):
+        got = tuple(q.shape) if isinstance(q, Tensor) else repr(q)
+        raise ValueError(f"{name}: q must be a number or a tensor of one dimension, got {got}")
     given = q if isinstance(q, Tensor) else torch.tensor(q, dtype=torch.float64)
     # Values on a GPU are not checked: reading them would synchronise the device.
     looked_at = given.device.type == "cpu" and can_read(given)

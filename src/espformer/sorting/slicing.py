@@ -75,8 +75,8 @@ def sliced_wasserstein(
         True
     """
     name = "sliced_wasserstein"
-    if not p >= 1:
-        raise ValueError(f"{name}: p must be at least 1, got {p}")
+    if isinstance(p, str) or not p >= 1:
+        raise ValueError(f"{name}: p must be a number of at least 1, got {p!r}")
     problem, lead = _problem(name, x, y, slices, generator, x_mask, y_mask)
     with without_autocast(x.device):
         q, k = problem.projections()

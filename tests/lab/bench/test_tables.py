@@ -151,7 +151,7 @@ def test_help_teaches_with_examples() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nothing"], "there is no suite 'nothing'; there is quick"),
+        (["nothing"], "there is no suite 'nothing'; choose from quick"),
         (["quick", "--dtype", "int8"], "--dtype must be one of bfloat16"),
         (["quick", "--operators", "softmx"], "there is no 'softmx'"),
         (["quick", "--tokens", "many"], "expected numbers such as 512,1024"),

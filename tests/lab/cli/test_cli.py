@@ -140,7 +140,7 @@ def test_dry_run_shows_runs_and_time(tmp_path):
         (["reproduce", "digits", "--seeds", "one"], "--seeds: expected numbers such as 0,1,2"),
         (["reproduce", "digits", "--only", "nothing"], "has no mechanism or setting 'nothing'"),
         (["plot", "digits", "--output", "/nowhere"], "no run of digits is finished yet"),
-        (["plot", "attenton"], "no figure, no run and no experiment, did you mean 'attention'?"),
+        (["plot", "attenton"], "not a figure, a run or an experiment, did you mean 'attention'?"),
         (["train"], "Missing argument"),
         (["trian"], "No such command"),
     ],

@@ -160,7 +160,7 @@ def test_unknown_names_and_options_are_told_the_nearest():
         load("minst")
     with pytest.raises(TypeError, match=r"no option 'fractions', did you mean 'fraction'\?"):
         load("cats_dogs", fractions=0.1)
-    with pytest.raises(ValueError, match="there is cats_dogs, digits"):
+    with pytest.raises(ValueError, match="choose from cats_dogs, digits"):
         load("???")
     with pytest.raises(ValueError, match="seed must be an integer"):
         load("digits", seed=-1)

@@ -85,6 +85,7 @@ def test_unknown_recipe_names_the_nearest():
         ("trainer.epochs", r"write it as key.path=value"),
         ("=3", r"write it as key.path=value"),
         ("mechanism.softmax.scale=1", r"expected one name.* got esp and softmax"),
+        ("mechanism.metric=squared", r"argument of esp is written mechanism\.esp\.metric=\.\.\."),
         ("grid.seeds=[1]", r"an override is about one run"),
         ("data.batch_size=0", r"data: batch_size must be > 0, got 0"),
         ("optimizer.betas=[1,2]", r"betas must be two numbers in \[0, 1\)"),

@@ -27,7 +27,7 @@ def test_evaluate_repeats_the_scores(trained):
     assert posttrain.evaluate(directory / "last.ckpt")["test"] == pytest.approx(
         results["scores"]["test"]
     )
-    with pytest.raises(RunError, match="has no checkpoint 'hard', there is last, best"):
+    with pytest.raises(RunError, match="has no checkpoint 'hard', choose from last, best"):
         posttrain.evaluate(directory, which="hard")
     with pytest.raises(RunError, match="sort_temperature must be > 0"):
         posttrain.evaluate(directory, sort_temperature=-1.0)

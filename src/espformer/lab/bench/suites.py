@@ -107,7 +107,7 @@ def select(
         ValueError: an unknown name, or nothing left.
     """
     if suite not in SUITES:
-        raise ValueError(f"there is no suite '{suite}'; there is {', '.join(SUITES)}")
+        raise ValueError(f"there is no suite '{suite}'; choose from {', '.join(SUITES)}")
     if dtype is not None and dtype not in TOLERANCES:
         raise ValueError(f"--dtype must be one of {', '.join(TOLERANCES)}, got '{dtype}'")
     for option, number in (("heads", heads), ("width", width), ("shrink", shrink)):
@@ -141,7 +141,7 @@ def _names(option: str, text: str | None, known: Iterable[str]) -> list[str]:
     chosen = text.split(",")
     for name in chosen:
         if name not in choices:
-            raise ValueError(f"--{option}: there is no '{name}'; there is {', '.join(choices)}")
+            raise ValueError(f"--{option}: there is no '{name}'; choose from {', '.join(choices)}")
     return chosen
 
 

@@ -161,7 +161,7 @@ def _run_or_experiment(target: str, output: Path) -> tuple[Any, Path]:
         return plot_run(Path(target)), Path(target) / "curves.png"
     if Path(target).suffix not in (".yaml", ".yml") and target not in recipe_names():
         hint = nearest(target, [*FIGURES, *recipe_names()])
-        raise ConfigError(f"plot: '{target}' is no figure, no run and no experiment, {hint}")
+        raise ConfigError(f"plot: '{target}' is not a figure, a run or an experiment, {hint}")
     recipe = load_recipe(target)
     figure = plot_experiment(recipe, collect(recipe, output))
     return figure, output / recipe.name / "scores.png"

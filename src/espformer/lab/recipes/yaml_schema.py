@@ -207,7 +207,10 @@ def _parse_spec(raw: Any, origins: Origins, path: KeyPath) -> Spec:
     _expect(isinstance(raw, dict), "a name, or {name: {argument: value}}", raw, origins, path)
     if len(raw) != 1:
         names = " and ".join(map(str, raw)) or "nothing"
-        raise origins.error(path, f"expected one name, {{name: {{argument: value}}}}, got {names}")
+        where = ".".join(map(str, (*path, *raw)))
+        hint = f"; an argument of {next(iter(raw))} is written {where}=..." if len(raw) == 2 else ""
+        message = f"expected one name, {{name: {{argument: value}}}}, got {names}{hint}"
+        raise origins.error(path, message)
     name, arguments = next(iter(raw.items()))
     arguments = {} if arguments is None else arguments
     here = (*path, str(name))

@@ -36,7 +36,7 @@ def open_checkpoint(path: Path, which: str = "last") -> tuple[TrainingRun, Path]
     file = checkpoint_file(path, which)
     if path.is_dir() and not file.exists():
         there = [name for name in CHECKPOINTS if checkpoint_file(path, name).exists()]
-        hint = f"there is {', '.join(there)}" if there else "no run was trained there"
+        hint = f"choose from {', '.join(there)}" if there else "no run was trained there"
         raise RunError(f"{path}: has no checkpoint '{which}', {hint}")
     said = read_checkpoint(file)[MARK]["run"]
     if said.get("task") == "finetuning":

@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
+from numbers import Real
 from typing import Any, TypedDict, TypeVar, get_type_hints
 
 from torch import Tensor
@@ -208,21 +209,33 @@ class ESPOptions:
             check_option(name, option, getattr(self, option.name))
 
 
-def check_option(name: str, option: Field[Any], value: Any) -> None:
-    """Raises a TypeError or ValueError if `option` cannot have this value."""
-    choices, check = option.metadata["choices"], option.metadata["check"]
-    number = str(option.type).startswith("float")
-    if isinstance(value, Tensor) and "Tensor" not in str(option.type):
-        raise TypeError(f"{name}: {option.name} must be a number, not a tensor (pass float(x))")
-    if choices is None and isinstance(value, str | bool if number else str):
-        wanted = "a number" if number else "True, False or a number"
-        raise TypeError(f"{name}: {option.name} must be {wanted}, got {value!r}")
+def check_option(name: str, option: Field[Any], value: Any, label: str | None = None) -> None:
+    """Raises a TypeError or ValueError if `option`, which callers know as `label`, cannot be it."""
+    label = option.name if label is None else label
+    choices, check, kind = option.metadata["choices"], option.metadata["check"], str(option.type)
+    if isinstance(value, Tensor) and "Tensor" not in kind:
+        raise TypeError(f"{name}: {label} must be a number, not a tensor (pass float(x))")
+    if choices is None and not _fits(kind, value):
+        wanted = "True or False" if kind == "bool" else "a number"
+        wanted = "True, False or a number" if kind == "bool | float" else wanted
+        raise TypeError(f"{name}: {label} must be {wanted}, got {value!r}")
     if choices is not None and value not in choices:
         listed = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"{name}: {option.name} must be one of {listed}, got {value!r}")
+        raise ValueError(f"{name}: {label} must be one of {listed}, got {value!r}")
     wrong = None if check is None else check(value)
     if wrong is not None:
-        raise ValueError(f"{name}: {option.name} {wrong}")
+        raise ValueError(f"{name}: {label} {wrong}")
+
+
+def _fits(kind: str, value: Any) -> bool:
+    """Whether a value has the type of an option: a number, True or False, a tensor or None."""
+    if kind == "bool":
+        return value in (True, False)
+    if value is None:
+        return "None" in kind
+    if isinstance(value, bool):
+        return "bool" in kind
+    return isinstance(value, Real | Tensor) or hasattr(value, "__float__")
 
 
 OPTIONS: dict[str, Field[Any]] = {option.name: option for option in fields(ESPOptions)}
