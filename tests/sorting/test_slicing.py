@@ -155,7 +155,7 @@ def test_errors_in_words():
     for wrong in (0, 2.5, [1.0, 2.0]):
         with pytest.raises(ValueError, match="slices must be an integer of at least 1, or a tens"):
             sliced_wasserstein(x, y, slices=wrong)
-    with pytest.raises(ValueError, match="p must be at least 1"):
+    with pytest.raises(ValueError, match="p must be a number of at least 1"):
         sliced_wasserstein(x, y, p=0.5)
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 __all__ = ["resolve_masks", "zero_padding"]
 
+ATTENTION = ("query_mask", "key_mask")
+
 
 def resolve_masks(
     name: str,
@@ -18,7 +20,7 @@ def resolve_masks(
     query_mask: Tensor | None,
     key_mask: Tensor | None,
     mask: Tensor | None = None,
-    labels: tuple[str, str] = ("query_mask", "key_mask"),
+    labels: tuple[str, str] = ATTENTION,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Check the padding masks of an attention call and bring them to broadcastable shapes.
 
@@ -68,8 +70,9 @@ def resolve_masks(
         mask = _resolve(name, "mask", mask, key, query)
         return mask, mask
     one = query_mask is key_mask and as_many
+    attends = labels == ATTENTION
     if key_mask is not None:
-        key_mask = _resolve(name, labels[1], key_mask, key, query)
+        key_mask = _resolve(name, labels[1], key_mask, key, query, attends)
         if query_mask is None and as_many:
             raise ValueError(
                 f"{name}: {labels[1]} alone does not say which queries are padding, and there are "
@@ -80,7 +83,7 @@ def resolve_masks(
     if one:
         return key_mask, key_mask
     if query_mask is not None:
-        query_mask = _resolve(name, labels[0], query_mask, query, key)
+        query_mask = _resolve(name, labels[0], query_mask, query, key, attends)
     return query_mask, key_mask
 
 
@@ -102,8 +105,13 @@ def zero_padding(tokens: Tensor, mask: Tensor | None) -> Tensor:
     return tokens if mask is None else tokens.masked_fill(~mask.unsqueeze(-1), 0)
 
 
-def _resolve(name: str, argument: str, mask: Tensor, tokens: Tensor, others: Tensor) -> Tensor:
-    """One mask over `tokens`, brought to a shape broadcastable to ``tokens.shape[:-1]``."""
+def _resolve(
+    name: str, argument: str, mask: Tensor, tokens: Tensor, others: Tensor, attends: bool = True
+) -> Tensor:
+    """One mask over `tokens`, brought to a shape broadcastable to ``tokens.shape[:-1]``.
+
+    `attends` says that there are queries and keys, of which somebody may want to mask pairs.
+    """
     if not isinstance(mask, Tensor):
         raise TypeError(
             f"{name}: {argument} must be a torch.Tensor, got {type(mask).__name__}; convert it "
@@ -118,7 +126,6 @@ def _resolve(name: str, argument: str, mask: Tensor, tokens: Tensor, others: Ten
         accepted = " or ".join(str(tuple(shape)) for shape in dict.fromkeys((per_sequence, full)))
         pair = (tokens.shape[-2], others.shape[-2])
         pair = pair if argument == "query_mask" else pair[::-1]
-        attends = argument in ("mask", "query_mask", "key_mask")
         if attends and mask.ndim >= 2 and mask.shape[-2:] == pair:
             raise ValueError(
                 f"{name}: {argument} of shape {tuple(mask.shape)} masks (query, key) pairs, but "

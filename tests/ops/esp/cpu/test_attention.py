@@ -172,7 +172,7 @@ def test_no_token_takes_part(options):
     query, key, value = tokens(3, 2, n=9)
     mask = some(3, 9)
     mask[1] = False
-    for masks in ({"key_mask": mask}, {"query_mask": mask, "key_mask": ~mask}):
+    for masks in ({"mask": mask}, {"query_mask": mask, "key_mask": ~mask}):
         assert_same(query, key, value, "cpu", "linear", inverse_temperature=0.5, **masks, **options)
 
 
