@@ -175,6 +175,11 @@ def test_only_as_many_queries_as_keys_stay_in_registers(
     monkeypatch.setattr(short_plan, "fits", fits)
     compare(queries, keys, torch.float16, 5e-3, inverse_temperature=1.0)
     assert set(asked) == {queries != keys}
+    asked.clear()
+    x = torch.randn(1, 1, 9, 2, device=DEVICE).half()
+    masks = {"query_mask": torch.arange(9, device=DEVICE)[None] < 8}
+    espformer.esp_attention(x, x, x, backend="triton", **masks)
+    assert set(asked) == {True}, "as many tokens, but not as many that take part"
 
 
 def test_columns_of_float32_rows_do_not_stay_in_registers() -> None:
