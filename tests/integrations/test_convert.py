@@ -91,6 +91,8 @@ def test_nothing_to_convert_lists_what_was_seen(model, where, message):
 
 
 def test_wrong_arguments():
+    with pytest.raises(TypeError, match=r"convert: model must be a torch\.nn\.Module, got list"):
+        espformer.convert([torch.nn.Linear(2, 2)], ESP())
     with pytest.raises(TypeError, match="such as espformer"):
         espformer.convert(torch_encoder(), "ESP")
     with pytest.raises(TypeError, match="where must be a pattern"):

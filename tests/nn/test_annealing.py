@@ -82,6 +82,12 @@ def test_an_average_of_weights_follows(model, use_buffers):
     assert list(average.state_dict()) == keys
 
 
+def test_what_is_not_a_model_is_named(model):
+    for change in (harden, soften, get_sort_temperatures):
+        with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got list"):
+            change([model])
+
+
 def test_settings_are_copied_between_models_of_one_kind(model):
     with pytest.raises(ValueError, match="3 ESP mechanisms and this Attention 1"):
         copy_sort_settings(model, Attention(12, 2))

@@ -248,6 +248,8 @@ def test_compiles_without_graph_breaks():
         ({"heads": 5}, ValueError, r"multiple of heads, got dim=12 and heads=5"),
         ({"heads": 0}, ValueError, r"multiple of heads, got dim=12 and heads=0"),
         ({"heads": 2, "key_dim": 6}, ValueError, r"key_dim=6.*cross=True"),
+        ({"heads": 2.0}, TypeError, r"heads must be an integer, got 2\.0"),
+        ({"heads": 2, "qk_dim": "4"}, TypeError, r"qk_dim must be an integer, got '4'"),
         ({"heads": 2, "mechanism": ESP}, TypeError, r"such as espformer\.nn\.ESP\(\)"),
         ({"heads": 2, "mechanism": "esp"}, TypeError, r"such as .*got 'esp'"),
     ],

@@ -178,6 +178,15 @@ def check_tensor(name: str, label: str, x: Tensor) -> None:
         )
 
 
+def check_module(name: str, model: object) -> None:
+    """Raises for lists of modules, classes and anything else that is not a module."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"{name}: model must be a torch.nn.Module, got {type(model).__name__}; pass one model "
+            "at a time, as an object"
+        )
+
+
 def are_nested(name: str, query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the queries are a nested tensor; raises if one of the three is no tensor at all."""
     for label, x in {"query": query, "key": key, "value": value}.items():

@@ -8,6 +8,7 @@ from types import ModuleType
 
 from torch import nn
 
+from espformer.functional.arguments import check_module
 from espformer.integrations import native, timm, torch_nn
 from espformer.integrations.calibration import restore_weights
 from espformer.integrations.candidates import (
@@ -80,6 +81,7 @@ def convert(
         >>> model(torch.randn(2, 5, 32)).shape
         torch.Size([2, 5, 32])
     """
+    check_module("convert", model)
     if not isinstance(mechanism, Mechanism):
         raise TypeError(
             f"convert: mechanism must be an object such as espformer.nn.ESP(), got {mechanism!r}"

@@ -25,6 +25,7 @@ import math
 
 from torch import Tensor, nn
 
+from espformer.functional.arguments import check_module
 from espformer.nn.esp import ESP
 
 __all__ = [
@@ -228,6 +229,7 @@ def exponential_schedule(start: float, factor: float, epochs: int) -> list[float
 
 
 def _mechanisms(function: str, model: nn.Module) -> list[tuple[str, ESP]]:
+    check_module(function, model)
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, ESP)]
     if not found:
         raise ValueError(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from espformer.functional.arguments import one_of
+from espformer.functional.arguments import is_integer, one_of
 from espformer.nn.esp import ESP
 from espformer.nn.mechanisms import Mechanism
 from espformer.ops.common.packing import Packing
@@ -64,6 +64,11 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         one_of("Attention", "key_init", key_init, ("own", "query"))
+        widths = {"key_dim": key_dim, "head_dim": head_dim, "qk_dim": qk_dim}
+        given = {name: n for name, n in widths.items() if n is not None}
+        for name, number in {"dim": dim, "heads": heads, **given}.items():
+            if not is_integer(number):
+                raise TypeError(f"Attention: {name} must be an integer, got {number!r}")
         if heads < 1 or (head_dim is None and dim % heads):
             raise ValueError(
                 f"Attention: dim must be a multiple of heads, got dim={dim} and heads={heads} "
