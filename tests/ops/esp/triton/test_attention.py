@@ -14,7 +14,6 @@ from espformer.ops.esp.triton import (
     short_columns,
     short_plan,
     soft_plan,
-    states,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,10 +23,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter is slow: without a GPU, chunks of eight ranks make two from few tokens."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(states, "CHUNK", {2: 8, 4: 8})
-        monkeypatch.setattr(states, "LEAST", 2)
-        monkeypatch.setattr(states, "AHEAD", (2, 2))
-        monkeypatch.setattr(states, "segment_length", lambda chunks, ahead, scans: ahead)
+        monkeypatch.setattr(soft_plan, "CHUNK", {2: 8, 4: 8})
+        monkeypatch.setattr(soft_plan, "LEAST", 2)
+        monkeypatch.setattr(soft_plan, "AHEAD", (2, 2))
+        monkeypatch.setattr(soft_plan, "segment_length", lambda chunks, ahead, scans: ahead)
 
 
 def gradients(
@@ -292,7 +291,7 @@ def test_deterministic() -> None:
 @pytest.mark.parametrize("pairs", [1, 2, 4], ids=["a slice", "some slices", "a head"])
 def test_slices_are_worked_on_in_groups(monkeypatch: pytest.MonkeyPatch, pairs: int) -> None:
     """Of the three slices of two heads, as many at a time as scratch memory holds."""
-    monkeypatch.setattr(states.Chunks, "scratch_bytes", lambda *_: 1)
+    monkeypatch.setattr(soft_plan.Chunks, "scratch_bytes", lambda *_: 1)
     monkeypatch.setattr(soft_plan, "SCRATCH_BYTES", {"absolute": pairs})
     compare(11, 11, torch.float32, 2e-5, width=3, inverse_temperature=1.0)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import espformer
-from espformer.ops.esp.triton import attention, hard_plan, points, states
+from espformer.ops.esp.triton import attention, hard_plan, points, soft_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -18,8 +18,8 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
-        monkeypatch.setattr(states, "CHUNK", {2: 4, 4: 4})
-        monkeypatch.setattr(states, "AHEAD", (2, 2))
+        monkeypatch.setattr(soft_plan, "CHUNK", {2: 4, 4: 4})
+        monkeypatch.setattr(soft_plan, "AHEAD", (2, 2))
 
 
 def numbers(*shape: int) -> Tensor:

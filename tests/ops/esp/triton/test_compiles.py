@@ -36,10 +36,9 @@ from espformer.ops.esp.triton.short_numbers import block_config, sort_block_conf
 from espformer.ops.esp.triton.short_numbers import short_numbers_grad_kernel, short_numbers_kernel
 from espformer.ops.esp.triton.short_plan import short_apply_kernel
 from espformer.ops.esp.triton.short_rows import short_rows_grad_kernel, short_rows_kernel
-from espformer.ops.esp.triton.soft_plan import apply_kernel, cross_kernel
+from espformer.ops.esp.triton.soft_plan import REGISTERS, apply_kernel, cross_kernel, link_kernel
+from espformer.ops.esp.triton.soft_plan import scan_kernel, state_table, sums_kernel
 from espformer.ops.esp.triton.sort import merge_runs_kernel, sort_config, sort_runs_kernel
-from espformer.ops.esp.triton.states import REGISTERS, link_kernel, scan_kernel, state_table
-from espformer.ops.esp.triton.states import sums_kernel
 import triton.language as tl
 
 INDICES = {"order_ptr", "key_order_ptr", "query_order_ptr", "index_ptr", "from_ptr", "to_ptr"}

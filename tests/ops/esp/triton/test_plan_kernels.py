@@ -14,11 +14,10 @@ from espformer.ops.esp.triton import (
     normalise,
     short_columns,
     short_plan,
-    states,
+    soft_plan,
 )
 from espformer.ops.esp.triton.short_plan import ShortPlanKernels
-from espformer.ops.esp.triton.soft_plan import Plan, PlanGradients, PlanKernels
-from espformer.ops.esp.triton.states import segment_length
+from espformer.ops.esp.triton.soft_plan import Plan, PlanGradients, PlanKernels, segment_length
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -27,10 +26,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter is slow: without a GPU, chunks of four ranks make several from few tokens."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(states, "CHUNK", {2: 4, 4: 4})
-        monkeypatch.setattr(states, "LEAST", 2)
-        monkeypatch.setattr(states, "AHEAD", (2, 2))
-        monkeypatch.setattr(states, "segment_length", lambda chunks, ahead, scans: ahead)
+        monkeypatch.setattr(soft_plan, "CHUNK", {2: 4, 4: 4})
+        monkeypatch.setattr(soft_plan, "LEAST", 2)
+        monkeypatch.setattr(soft_plan, "AHEAD", (2, 2))
+        monkeypatch.setattr(soft_plan, "segment_length", lambda chunks, ahead, scans: ahead)
         monkeypatch.setattr(dense_columns, "BLOCK_M", 4)
         monkeypatch.setattr(dense_columns, "BLOCK_N", 2)
         monkeypatch.setattr(short_plan, "LANES", 4)  # so many groups
@@ -355,6 +354,6 @@ def test_walks_are_cut_where_that_is_shorter() -> None:
         segments = -(-chunks // length)
         assert length % ahead == 0
         assert segments == 1 or 2 * own + segments < steps
-        assert scans * segments <= max(scans, states.SCANNING)
+        assert scans * segments <= max(scans, soft_plan.SCANNING)
     assert segment_length(16384, 8, 4) == 256
     assert segment_length(16384, 8, 4096) >= 16384

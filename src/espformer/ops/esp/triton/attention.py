@@ -39,9 +39,10 @@ from espformer.ops.esp.triton.normalise import (
     sort_side,
     sort_side_backward,
 )
-from espformer.ops.esp.triton.pieces import Pieces
 from espformer.ops.esp.triton.points import blocks_of_tokens, masked_lengths
 from espformer.ops.esp.triton.soft_plan import (
+    Chunks,
+    Pieces,
     Plan,
     PlanGradients,
     apply_plans,
@@ -49,7 +50,6 @@ from espformer.ops.esp.triton.soft_plan import (
     keeps_states,
     plan_gradients,
 )
-from espformer.ops.esp.triton.states import Chunks
 
 MOST_WIDTH = 256
 MOST_BLOCKS = 65_535  # of the second axis of a grid

@@ -10,7 +10,7 @@ states, a few rows per direction and chunk: with poles p of the table of exponen
     R_c = Σ_{j after c} exp(-p (s_j - last_c)) x_j
 
 where s are the sorted points and first_c and last_c the smallest and the largest one of the chunk
-(`states.py` makes them). They are (batch, slices, chunks, STATE_ROWS, width), in float32, or in
+(`soft_plan.py` makes them). They are (batch, slices, chunks, STATE_ROWS, width), in float32, or in
 bfloat16 for 16-bit rows and a real pole. STATE_ROWS is zero if there is one chunk. It is at most
 STATE_BLOCK, to which products pad it, so that making and using states are matrix products too:
 
@@ -31,7 +31,7 @@ Constants of kernels on chunks: SPAN ranks make a chunk, of which a program hold
 short last chunk; it takes BLOCK_D columns at a time. EVEN says that no rank and no column is
 missing, COMPLEX that poles are complex numbers (the squared metric), ATOMIC that all slices add to
 the same rows. A sequence has CHUNKS chunks, of which a launch computes COUNT from START on. TABLE
-is :func:`espformer.ops.esp.triton.states.state_table`.
+is :func:`espformer.ops.esp.triton.soft_plan.state_table`.
 """
 
 from __future__ import annotations
