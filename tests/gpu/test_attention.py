@@ -258,7 +258,7 @@ def test_balanced_long_sequences(metric: str) -> None:
 @pytest.mark.parametrize("tokens", [197, 1000, 70_000])
 def test_ranks_are_those_of_a_stable_sort(tokens: int, dtype: torch.dtype) -> None:
     """Words of 32 bits and of 64; more tokens than 16 bits can number."""
-    from espformer.ops.esp.triton.points import rank_points
+    from espformer.ops.esp.triton.sort import rank_points
 
     x = torch.randn(3, tokens, 5, device="cuda").to(dtype)
     points, order = rank_points(x, None, None, None, 0.5)
@@ -270,7 +270,7 @@ def test_ranks_are_those_of_a_stable_sort(tokens: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("tokens", [17, 32, 197, 1000])
 def test_tied_points_stay_tied_in_units_of_the_spread(tokens: int) -> None:
     """Lanes that hold tied points divide them by the same bits."""
-    from espformer.ops.esp.triton.points import sort_points
+    from espformer.ops.esp.triton.sort import sort_points
 
     for dtype in (torch.bfloat16, torch.float32):
         x = (torch.randn(300, tokens, 16, device="cuda") * 4).round().to(dtype) / 4
@@ -282,7 +282,7 @@ def test_tied_points_stay_tied_in_units_of_the_spread(tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [197, 1000, 5000])
 def test_projected_points_are_sorted(tokens: int) -> None:
     """Points are those of the order that was found, in float32, and ascend."""
-    from espformer.ops.esp.triton.points import sort_points
+    from espformer.ops.esp.triton.sort import sort_points
 
     x = torch.randn(6, tokens, 64, device="cuda").to(torch.bfloat16)
     slices = torch.nn.functional.normalize(torch.randn(6, 8, 64, device="cuda"), dim=-1)

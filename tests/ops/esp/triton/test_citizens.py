@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import espformer
-from espformer.ops.esp.triton import attention, hard_plan, points, soft_plan
+from espformer.ops.esp.triton import attention, hard_plan, soft_plan, sort
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -113,7 +113,7 @@ def test_hard_operators(name: str) -> None:
         "apply_matching": (hard_plan.apply_matching, (rows, weight, order)),
         "cross_matching": (hard_plan.cross_matching, (rows.detach(), numbers(1, 6, 4), order)),
         "matching_costs": (hard_plan.matching_costs, (rows, numbers(1, 6, 4), order)),
-        "rank_points": (points.rank_points, (half, slices, None, None, 0.5)),
+        "rank_points": (sort.rank_points, (half, slices, None, None, 0.5)),
         "match_points": (hard_plan.match_points, (half, half.detach().flip(1), None, None, 0.5)),
     }
     operator, arguments = calls[name]

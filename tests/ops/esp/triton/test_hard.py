@@ -17,7 +17,7 @@ from espformer.ops.esp.triton.hard_plan import (
     gather_sum,
     match_points,
 )
-from espformer.ops.esp.triton.points import masked_lengths, rank_points
+from espformer.ops.esp.triton.sort import masked_lengths, rank_points
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter takes a second for a row of 1000 tokens.

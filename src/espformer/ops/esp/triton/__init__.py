@@ -12,8 +12,8 @@ from espformer.ops.esp.problem import LEAST_TEMPERATURE, MOST_TEMPERATURE, near_
 from espformer.ops.esp.triton import short_rows
 from espformer.ops.esp.triton.attention import MOST_BLOCKS, attend, plan
 from espformer.ops.esp.triton.numbers import rank_numbers, sort_numbers
-from espformer.ops.esp.triton.points import blocks_of_tokens
 from espformer.ops.esp.triton.short_rows import mix_rows
+from espformer.ops.esp.triton.sort import blocks_of_tokens
 
 __all__ = ["attend", "mix", "mix_numbers", "plan", "takes_numbers", "takes_rows"]
 

@@ -39,7 +39,6 @@ from espformer.ops.esp.triton.normalise import (
     sort_side,
     sort_side_backward,
 )
-from espformer.ops.esp.triton.points import blocks_of_tokens, masked_lengths
 from espformer.ops.esp.triton.soft_plan import (
     Chunks,
     Pieces,
@@ -50,6 +49,7 @@ from espformer.ops.esp.triton.soft_plan import (
     keeps_states,
     plan_gradients,
 )
+from espformer.ops.esp.triton.sort import blocks_of_tokens, masked_lengths
 
 MOST_WIDTH = 256
 MOST_BLOCKS = 65_535  # of the second axis of a grid

@@ -21,13 +21,16 @@ from torch import Tensor
 from espformer.ops.common.operators import operator, refuse_double_backward
 from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2, width_arguments
 from espformer.ops.esp.problem import Problem
-from espformer.ops.esp.triton.points import Packing, masked_lengths, pack_tokens, rank_points
 from espformer.ops.esp.triton.primitives import program_rows
 from espformer.ops.esp.triton.sort import (
+    Packing,
     any_infinite,
     make_words,
+    masked_lengths,
     merge_config,
     merged,
+    pack_tokens,
+    rank_points,
     sort_config,
     sort_rows,
     sort_words,

@@ -1,7 +1,7 @@
 """Soft sorts: points in rank order, with scales that make κ row-stochastic or doubly stochastic.
 
 The torch twin is :class:`espformer.ops.esp.linear.SoftMixing`. :func:`sort_side` sorts tokens
-(`points.py`) and finds the scales, :func:`sort_side_backward` returns to the tokens. Queries and
+(`sort.py`) and finds the scales, :func:`sort_side_backward` returns to the tokens. Queries and
 keys of one shape are one *side* of twice as many heads, the keys after the queries, so that every
 kernel is launched once for both.
 
@@ -44,13 +44,13 @@ from torch import Tensor
 from espformer.ops.common.triton import Launch, Shape, once, power_of_2
 from espformer.ops.esp.balancing import chebyshev_exponents
 from espformer.ops.esp.triton import dense_columns, short_columns
-from espformer.ops.esp.triton.points import point_gradients, sort_points
 from espformer.ops.esp.triton.primitives import (
     column_operands,
     exponential_table,
     of_other_side,
     rotation,
 )
+from espformer.ops.esp.triton.sort import point_gradients, sort_points
 
 # Ranks per block of a scan: for four warps; or for one warp, which needs no barriers, if there are
 # enough scans to fill the GPU.

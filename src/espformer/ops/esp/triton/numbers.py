@@ -35,7 +35,7 @@ from espformer.ops.esp.triton.normalise import (
     row_scales_backward,
     sorted_slope,
 )
-from espformer.ops.esp.triton.points import masked_lengths, point_gradients, sort_points
+from espformer.ops.esp.triton.sort import masked_lengths, point_gradients, sort_points
 
 METRIC = "absolute", True  # and rows in float32
 ARGUMENTS = "Tensor numbers, Tensor inv_bandwidth, Tensor? mask, bool in_spreads"

@@ -27,17 +27,15 @@ import triton.language as tl
 from torch import Tensor
 
 from espformer.ops.common.triton import Launch, Shape, once, power_of_2
-from espformer.ops.esp.triton.points import (
-    LEAST_SHARE,
-    decode_points,
-    repeat_last,
-    row_spread,
-)
 from espformer.ops.esp.triton.primitives import LOG2E, exp2_minus_abs, one_over, rounded_product
 from espformer.ops.esp.triton.sort import (
+    LEAST_SHARE,
     Words,
     any_infinite,
+    decode_points,
     make_words,
+    repeat_last,
+    row_spread,
     sort_words,
     sortable,
     word_index,

@@ -27,7 +27,6 @@ from torch import Tensor
 from espformer.ops.common.operators import operator, refuse_double_backward
 from espformer.ops.common.triton import Launch, Shape, once
 from espformer.ops.esp.triton import short_numbers
-from espformer.ops.esp.triton.points import LEAST_SHARE
 from espformer.ops.esp.triton.primitives import LOG2E, one_over, rounded_product
 from espformer.ops.esp.triton.short_numbers import (
     INFINITY,
@@ -40,6 +39,7 @@ from espformer.ops.esp.triton.short_numbers import (
     sort_row,
     times_kappa,
 )
+from espformer.ops.esp.triton.sort import LEAST_SHARE
 
 MOST_WIDTH = 16
 

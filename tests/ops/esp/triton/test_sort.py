@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 import espformer
 from espformer.ops.esp.problem import with_spread
 from espformer.ops.esp.triton import sort
-from espformer.ops.esp.triton.points import masked_lengths, point_gradients, sort_points
+from espformer.ops.esp.triton.sort import masked_lengths, point_gradients, sort_points
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.7
@@ -20,8 +20,8 @@ def _in_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Rows are ranked by one program each, or in runs of 8 tokens and in blocks of 4."""
     if request.param:
         monkeypatch.setattr(sort, "RUN", 8)
-        monkeypatch.setattr("espformer.ops.esp.triton.points.MOST_BLOCK", 4)
-        monkeypatch.setattr("espformer.ops.esp.triton.points.LEAST_BLOCK", 4)
+        monkeypatch.setattr(sort, "MOST_BLOCK", 4)
+        monkeypatch.setattr(sort, "LEAST_BLOCK", 4)
 
 
 def tokens(dtype: torch.dtype, width: int, masked: bool) -> tuple[Tensor, Tensor | None]:
