@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from espformer.ops.common.torch_internals import tree_leaves
+from espformer.ops.common.operators import tree_leaves
 
 LARGEST = 40_000_000  # parameters of a configuration that is small enough to be run
 BATCH, TOKENS = 2, 12

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from espformer.ops.common.masks import resolve_masks, zero_padding
-from espformer.ops.common.operators import has_autocast
-from espformer.ops.common.torch_internals import can_read, is_transformed
+from espformer.ops.common.operators import can_read, has_autocast, is_transformed
 from espformer.ops.esp.options import OPTIONS, ESPOptions, Options, check_option
 from espformer.ops.esp.problem import Problem
 

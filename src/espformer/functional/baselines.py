@@ -19,8 +19,8 @@ from espformer.functional.arguments import (
     under_transforms,
 )
 from espformer.ops.common.masks import resolve_masks, zero_padding
+from espformer.ops.common.operators import is_recorded
 from espformer.ops.common.packing import attend_nested, refuse_masks
-from espformer.ops.common.torch_internals import is_recorded
 from espformer.ops.sinkhorn.torch import sinkhorn_matrix, sinkhorn_output
 
 __all__ = ["sinkhorn_attention", "sinkhorn_plan", "softmax_attention", "softmax_plan"]

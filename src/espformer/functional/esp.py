@@ -21,10 +21,15 @@ from espformer.functional.arguments import (
     under_transforms,
 )
 from espformer.ops.common.masks import zero_padding
-from espformer.ops.common.operators import PLAIN, without_autocast
+from espformer.ops.common.operators import (
+    PLAIN,
+    has_dispatch_modes,
+    is_exporting,
+    is_recorded,
+    without_autocast,
+)
 from espformer.ops.common.optional import how_to_install
 from espformer.ops.common.packing import attend_nested, refuse_masks
-from espformer.ops.common.torch_internals import has_dispatch_modes, is_exporting, is_recorded
 from espformer.ops.esp import linear, reference
 from espformer.ops.esp.options import ESPOptions, Options, takes_options
 from espformer.ops.esp.problem import Problem

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, cast
 from torch import Tensor, nn
 
 from espformer.nn import Mechanism
-from espformer.ops.common.torch_internals import can_read
+from espformer.ops.common.operators import can_read
 
 __all__ = [
     "ASSUMED_CAUSAL",

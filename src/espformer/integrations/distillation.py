@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from espformer.integrations.candidates import MECHANISM, Converted
 from espformer.integrations.native import ORIGINAL
 from espformer.nn import Mechanism, parameter_groups
-from espformer.ops.common.torch_internals import tree_leaves
+from espformer.ops.common.operators import tree_leaves
 
 __all__ = ["converted_modules", "distil", "output_error"]
 

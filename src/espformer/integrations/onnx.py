@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from espformer.integrations.inputs import Inputs, call_arguments
 from espformer.nn import ESP
+from espformer.ops.common.operators import tree_leaves
 from espformer.ops.common.optional import how_to_install
-from espformer.ops.common.torch_internals import tree_leaves
 
 __all__ = ["export_onnx", "export_program", "onnx_difference"]
 

@@ -28,7 +28,7 @@ from espformer.integrations.candidates import (
     swap_class,
 )
 from espformer.nn import Mechanism
-from espformer.ops.common.torch_internals import can_read
+from espformer.ops.common.operators import can_read
 
 __all__ = ["find", "revert"]
 

@@ -66,7 +66,7 @@ from espformer.integrations.transformers_places import (
     revert,
 )
 from espformer.nn import Mechanism
-from espformer.ops.common.torch_internals import can_decide_by
+from espformer.ops.common.operators import can_decide_by
 
 try:  # what transformers records of a forward; private, so it may be elsewhere one day
     from transformers.utils.output_capturing import _active_collector

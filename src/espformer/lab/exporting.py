@@ -21,7 +21,7 @@ from espformer.lab.errors import RunError, first_line
 from espformer.lab.training.checkpoints import checkpoint_file, read_checkpoint
 from espformer.lab.training.learner import MARK
 from espformer.nn import ESP, harden, soften
-from espformer.ops.common.torch_internals import tree_leaves
+from espformer.ops.common.operators import tree_leaves
 
 TOLERANCE = 1e-4
 # A hard sort is discontinuous where two tokens are nearly tied, so a correct graph may differ on

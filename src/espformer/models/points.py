@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from espformer.ops.common.torch_internals import is_exporting
+from espformer.ops.common.operators import is_exporting
 from espformer.ops.farthest_points.torch import sample_farthest
 
 __all__ = ["farthest_points", "gather", "nearest_points"]

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from espformer.nn.mechanisms import Wrapper
+from espformer.ops.common.operators import can_decide_by, is_transformed
 from espformer.ops.common.packing import Packing, cumulative
-from espformer.ops.common.torch_internals import can_decide_by, is_transformed
 
 __all__ = ["Packed"]
 

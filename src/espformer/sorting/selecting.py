@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from espformer.functional.arguments import is_integer
-from espformer.ops.common.torch_internals import can_read
+from espformer.ops.common.operators import can_read
 from espformer.sorting.rows import SortOptions, prepare
 
 

@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from espformer.functional.arguments import check_tokens, is_integer, make_problem
 from espformer.ops.common.masks import resolve_masks
-from espformer.ops.common.operators import without_autocast
-from espformer.ops.common.torch_internals import is_exporting, is_transformed
+from espformer.ops.common.operators import is_exporting, is_transformed, without_autocast
 from espformer.ops.esp import linear
 from espformer.ops.esp.coupling import couple
 from espformer.ops.esp.options import Options

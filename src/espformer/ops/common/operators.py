@@ -1,24 +1,84 @@
-"""Operators with hand-written gradients: plain torch autograd functions, and custom operators.
+"""How operators sit on torch: what runs around them, and their gradients written by hand.
 
-Operators choose their own dtypes, so autocast is off in them (:func:`without_autocast`). Their
-gradients cannot be differentiated (:func:`refuse_double_backward`). Those with kernels of their own
-are custom operators of torch, which eager code calls without the dispatcher (:func:`operator`).
+Private names of torch (those that begin with ``_``) stand in this file only, so a version of torch
+that renames one breaks one file, and ``tests/ops/common/test_operators.py`` names the function.
+From top to bottom:
+
+- what a call runs under: an export, a trace, dispatch modes, transforms of functions, autocast;
+- what torch has for itself: autograd inside an operator, a gradient of softmax, leaves of trees;
+- operators. They choose their own dtypes, so autocast is off in them (:func:`without_autocast`).
+  Their gradients cannot be differentiated (:func:`refuse_double_backward`). Those with kernels of
+  their own are custom operators of torch, which eager code calls without the dispatcher
+  (:func:`operator`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
 PLAIN = (Tensor, torch.nn.Parameter)
 Backward = Callable[..., tuple[Tensor | None, ...]]
 UNCHANGED: AbstractContextManager[None] = nullcontext()
+
+
+def is_exporting() -> bool:
+    """True inside ``torch.export`` and what is built on it, False inside ``torch.compile``.
+
+    In torch 2.11, :func:`torch.compiler.is_exporting` is True in both.
+    """
+    return bool(torch.compiler._is_exporting_flag)
+
+
+def is_recorded() -> bool:
+    """In ``torch.export`` and ``torch.jit.trace``: graphs that run without this library."""
+    return is_exporting() or (not torch.compiler.is_compiling() and torch.jit.is_tracing())
+
+
+def has_dispatch_modes() -> bool:
+    """Whether a torch dispatch mode is active, which may fake, count or rewrite operators."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_transformed() -> bool:
+    """Whether transforms of ``torch.func`` are active."""
+    active = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return active is not None and not torch.compiler.is_compiling() and active()
+
+
+def can_read(*tensors: Tensor) -> bool:
+    """Whether Python can look at the values of these tensors, for instance to check them.
+
+    Not while a call is compiled, exported or captured as a CUDA graph. A tensor on the meta device
+    and a fake one have no values, and one that ``vmap`` batches has many.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if any(x.is_meta or isinstance(x, FakeTensor) or _is_batched(x) for x in tensors):
+        return False
+    return not any(x.is_cuda for x in tensors) or not torch.cuda.is_current_stream_capturing()
+
+
+def can_decide_by(*tensors: Tensor) -> bool:
+    """Whether Python may also take another way by their values: not in a call that is traced, since
+    the trace must serve other values.
+    """
+    return not torch.jit.is_tracing() and can_read(*tensors)
+
+
+def _is_batched(x: Tensor) -> bool:
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    while wrapped and not torch._C._functorch.is_batchedtensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return wrapped
 
 
 def has_autocast(device: torch.device) -> bool:
@@ -31,6 +91,28 @@ def has_autocast(device: torch.device) -> bool:
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Turns autocast off: operators choose their own dtypes, forward and backward."""
     return torch.autocast(device.type, enabled=False) if has_autocast(device) else UNCHANGED
+
+
+@contextmanager
+def autograd_inside_an_operator() -> Iterator[None]:
+    """Turns autograd on inside a custom operator, where torch has disabled it."""
+    key = torch._C.DispatchKey
+    with ExitStack() as stack:
+        for off in (key.AutogradFunctionality, key.AutogradOther, key.ADInplaceOrView):
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(off, False))
+        stack.enter_context(torch.enable_grad())
+        yield
+
+
+def softmax_backward(upstream: Tensor, weights: Tensor) -> Tensor:
+    """The gradient of the logits of a softmax over the last dimension, in one launch."""
+    return torch._softmax_backward_data(upstream, weights, -1, weights.dtype)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """The leaves of nested lists, tuples, dictionaries and model outputs, in order."""
+    leaves: list[Any] = torch.utils._pytree.tree_leaves(tree)
+    return leaves
 
 
 class _Refusal(torch.autograd.Function):

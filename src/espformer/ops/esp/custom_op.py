@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espformer.ops.common.operators import refuse_double_backward
-from espformer.ops.common.torch_internals import autograd_inside_an_operator
+from espformer.ops.common.operators import autograd_inside_an_operator, refuse_double_backward
 from espformer.ops.esp.options import KERNEL_OPTIONS, OPTIONS, ESPOptions
 from espformer.ops.esp.problem import Problem
 

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from espformer.ops.common.operators import refuse_double_backward
-from espformer.ops.common.torch_internals import is_exporting
+from espformer.ops.common.operators import is_exporting, refuse_double_backward
 from espformer.ops.esp.balancing import chebyshev_exponents
 from espformer.ops.esp.coupling import Coupling, couple
 from espformer.ops.esp.custom_op import as_custom_op

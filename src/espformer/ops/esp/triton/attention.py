@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from espformer.ops.common.masks import zero_padding
-from espformer.ops.common.operators import operator, refuse_double_backward
-from espformer.ops.common.torch_internals import softmax_backward
+from espformer.ops.common.operators import operator, refuse_double_backward, softmax_backward
 from espformer.ops.esp import linear
 from espformer.ops.esp.coupling import Coupling, couple
 from espformer.ops.esp.problem import Problem, centre, least_cost, slice_weights
