@@ -117,7 +117,6 @@ def test_narrow_rows(
 ) -> None:
     """Those of 4, 8 and 16 columns in registers, which are meant for more slices than these."""
     monkeypatch.setattr("espformer.ops.esp.triton.short_plan.LEAST_PAIRS", 1)
-    monkeypatch.setattr("espformer.ops.esp.triton.short_plan.PIECES", True)
     errors = relative_errors(torch.bfloat16, queries, keys, width, "dense", **options)
     assert max(errors.values()) <= TOLERANCE[torch.bfloat16], errors
 

@@ -208,7 +208,6 @@ def kernels_of(drawn: Drawn) -> Iterator[list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (short_plan, short_columns):
             patch.setattr(module, "LEAST_PAIRS", 1)
-        patch.setattr(short_plan, "PIECES", True)
         patch.setattr(short_plan.ShortPlanKernels, "_apply", counted)
         launches.forget()
         yield launched

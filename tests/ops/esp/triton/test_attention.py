@@ -129,7 +129,6 @@ def test_short_narrow_rows_of_many_heads(
         apply(self, plan, x, weight, out, g, *args)
 
     monkeypatch.setattr(short_plan, "LEAST_PAIRS", 1)
-    monkeypatch.setattr(short_plan, "PIECES", True)
     monkeypatch.setattr(short_plan, "LANES", 4)
     monkeypatch.setattr(short_plan, "MOST_COLUMNS", 4)
     monkeypatch.setattr(short_plan.ShortPlanKernels, "_apply", counted)
@@ -148,7 +147,6 @@ def test_where_sequences_stay_in_registers() -> None:
     assert fits(256)
     assert not fits(257)
     assert not fits(197, with_inv_bandwidth=True)
-    assert not fits(197, pieces=True)
     torch.use_deterministic_algorithms(True)
     try:
         assert not fits(197)

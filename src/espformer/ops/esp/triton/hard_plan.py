@@ -104,7 +104,7 @@ def _match_launch(packing: Packing) -> Launch:
     words, pairs, tokens = packing.words, packing.pairs, packing.shape[1]
     return Launch(
         match_kernel, (pairs,), N=tokens, PAIRS=pairs, weight=1 / packing.count,
-        **words.arguments, **sort_config(tokens),
+        **words.arguments, **sort_config(tokens, pairs),
     )  # fmt: skip
 
 

@@ -65,9 +65,6 @@ if TYPE_CHECKING:
 WIDTHS = (4, 8, 16)
 MOST_RANKS = 256
 LEAST_PAIRS = 1024  # (head, slice) pairs; with fewer the GPU would be idle
-# Whether ranks may be matched piece to piece, for numbers of tokens that differ. The kernel can do
-# that, but on a GPU nobody has compared it with float64 yet, as the tests there do.
-PIECES = False
 LANES = 32
 # Ranks of a group, R, that kernels are compiled for: few, since each takes ten to sixty seconds.
 # Seven are for the 197 tokens of a ViT.
@@ -451,16 +448,15 @@ def short_apply_kernel(
 
 
 def fits(
-    shape: Shape, width: int, dtype: torch.dtype, metric: str, with_inv_bandwidth: bool = False,
-    pieces: bool = False,
-) -> bool:  # fmt: skip
+    shape: Shape, width: int, dtype: torch.dtype, metric: str, with_inv_bandwidth: bool = False
+) -> bool:
     """Whether to hold sequences in registers: for narrow 16-bit rows, short and many slices, and
     one real pole.
 
     The shape is that of points, (batch, slices, ranks). With a power of two of columns a lane loads
     whole rows, and rows are exchanged without shared memory. Errors of single steps add up, which
-    would matter for float32 rows. The gradient of the temperature, deterministic sums and, by
-    `PIECES`, plans between numbers of tokens that differ use chunks.
+    would matter for float32 rows. The gradient of the temperature and deterministic sums use
+    chunks.
     """
     batch, slices, ranks = shape
     return (
@@ -470,7 +466,6 @@ def fits(
         and dtype.itemsize == 2
         and batch * slices >= LEAST_PAIRS
         and not with_inv_bandwidth
-        and (PIECES or not pieces)
         and not torch.are_deterministic_algorithms_enabled()
     )
 

@@ -1215,7 +1215,7 @@ Kernels = PlanKernels | ShortPlanKernels
 @once
 def _grouped(
     shape: Shape, width: int, dtype: torch.dtype, metric: str, backward: bool,
-    with_inv_bandwidth: bool, pieces: bool, deterministic: bool, scratch: int,
+    with_inv_bandwidth: bool, deterministic: bool, scratch: int,
 ) -> tuple[type[Kernels], list[Group | None]]:  # fmt: skip
     """Which kernels apply plans of (batch, slices, ranks), and to which parts of them at once.
 
@@ -1223,7 +1223,7 @@ def _grouped(
     """
     batch, slices, ranks = shape
     kind: type[Kernels] = PlanKernels
-    if short_plan.fits(shape, width, dtype, metric, with_inv_bandwidth, pieces):
+    if short_plan.fits(shape, width, dtype, metric, with_inv_bandwidth):
         kind, pairs = ShortPlanKernels, batch * slices  # there is no scratch memory
     else:
         each = Chunks.of(shape, metric, dtype).scratch_bytes(width, backward)
@@ -1239,28 +1239,22 @@ def _grouped(
 
 
 def _grouping(
-    x: Tensor, shape: Shape, metric: str, backward: bool, with_inv_bandwidth: bool = False,
-    pieces: bool = False,
-) -> tuple[type[Kernels], list[Group | None]]:  # fmt: skip
-    """:func:`_grouped` for rows x.
-
-    `with_inv_bandwidth` says that its gradient is asked for, `pieces` that ranks are matched piece
-    to piece.
-    """
+    x: Tensor, shape: Shape, metric: str, backward: bool, with_inv_bandwidth: bool = False
+) -> tuple[type[Kernels], list[Group | None]]:
+    """:func:`_grouped` for rows x; `with_inv_bandwidth` says that its gradient is asked for."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     return _grouped(
-        shape, x.shape[-1], x.dtype, metric, backward, with_inv_bandwidth, pieces, deterministic,
+        shape, x.shape[-1], x.dtype, metric, backward, with_inv_bandwidth, deterministic,
         SCRATCH_BYTES[metric],
     )  # fmt: skip
 
 
 def _groups(
-    x: Tensor, queries: int, plan: Plan, backward: bool = False, with_inv_bandwidth: bool = False
+    x: Tensor, plan: Plan, backward: bool = False, with_inv_bandwidth: bool = False
 ) -> Iterator[tuple[Group | None, Kernels]]:
     """Parts of (batch, slices) whose scratch fits, and their kernels."""
     shape = plan.key_points.shape
-    pieces = not x.shape[-2] == queries == shape[-1]
-    kind, groups = _grouping(x, shape, plan.metric, backward, with_inv_bandwidth, pieces)
+    kind, groups = _grouping(x, shape, plan.metric, backward, with_inv_bandwidth)
     for group in groups:
         yield group, kind(plan.part(group), x.dtype)
 
@@ -1298,7 +1292,7 @@ def apply_plans(
     """
     out = value.new_zeros(value.shape[0], queries, value.shape[-1], dtype=torch.float32)
     states: States = (None, None)
-    for group, kernels in _groups(value, queries, plan, backward=keep_states):
+    for group, kernels in _groups(value, plan, backward=keep_states):
         rows = _room(out, group, weight.shape[1])
         weights = weight if group is None else weight[group]
         states = kernels.apply(_heads(value, group), weights, rows, ties=keep_states)
@@ -1315,7 +1309,7 @@ def keeps_states(value: Tensor, shape: Shape, metric: str) -> bool:
 def cross_plans(query: Tensor, key: Tensor, plan: Plan) -> Tensor:
     """``Σ_i q_i · (A_lᵀ B_l K)_i``: (batch, L)."""
     totals = plan.query_points.new_empty(plan.query_points.shape[:2])
-    for group, kernels in _groups(key, query.shape[-2], plan):
+    for group, kernels in _groups(key, plan):
         out = totals if group is None else totals[group]
         kernels.cross(_heads(query, group), _heads(key, group), out)
     return totals
@@ -1332,8 +1326,8 @@ def plan_gradients(
     weight exclude each other.
     """
     slices = weight.shape[1]
-    queries, learnt = upstream.shape[-2], found.inv_bandwidth is not None
-    for group, kernels in _groups(value, queries, plan, True, learnt):
+    learnt = found.inv_bandwidth is not None
+    for group, kernels in _groups(value, plan, True, learnt):
         rows = _room(d_value, group, slices)
         upstream_rows = None if d_upstream is None else _room(d_upstream, group, slices)
         kernels.grad(

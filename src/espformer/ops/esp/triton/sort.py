@@ -52,9 +52,13 @@ from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_
 from espformer.ops.esp.triton.primitives import load_one_of_two, rounded_product, store_one_of_two
 
 MOST_TOKENS = 1 << 16  # whose index has 16 bits
-# Words that one warp sorts or merges. More warps would have to exchange words through shared
-# memory.
+# Words that one program sorts or merges.
 RUN = 1024
+# A warp sorts a row by itself, in its registers, if there are enough rows to keep a GPU busy. If
+# there are fewer than MANY_WARPS, several warps sort a row, and exchange words through shared
+# memory: every warp then has less to do, and less code to fetch.
+MANY_WARPS, MOST_WARPS = 4096, 4
+LEAST_HELD = 4  # words of a thread
 # As in `espformer.ops.esp.problem.with_spread`: the least size of points, and the least spread as a
 # share of it.
 LEAST_SIZE = torch.finfo(torch.float32).tiny ** 0.75
@@ -275,24 +279,31 @@ def merge_runs_kernel(
     tl.store(out_ptr + row + n, merged(words_ptr + row, start, N, LENGTH, BLOCK, DIMS), mask=n < N)
 
 
-@once
-def sort_config(tokens: int) -> dict[str, Any]:
-    """Launch configuration for sorting a row of at most 1024 words in one warp: 32 words per
+def sort_config(tokens: int, rows: int) -> dict[str, Any]:
+    """Launch configuration for sorting that many rows of at most 1024 words: up to 32 words per
     thread, loaded in vectors of 8.
     """
     block = max(2, power_of_2(tokens))
-    held = max(1, block // 32)
-    vector = min(8, held)
+    wanted = min(MOST_WARPS, MANY_WARPS // max(1, rows), block // (32 * LEAST_HELD))
+    return _block_config(block, 1 << max(0, wanted.bit_length() - 1), 8)
+
+
+def _block_config(block: int, warps: int, most: int) -> dict[str, Any]:
+    """What :func:`sort_words` needs to sort a block of words in so many warps.
+
+    A thread loads at most so many words at once.
+    """
+    held = max(1, block // (32 * warps))
+    vector = min(most, held)
     return {
         "BLOCK": block, "VECTOR": vector, "VECTORS": held // vector,
-        "DIMS": block.bit_length() - 1, "HELD": held.bit_length() - 1, "num_warps": 1,
+        "DIMS": block.bit_length() - 1, "HELD": held.bit_length() - 1, "num_warps": warps,
     }  # fmt: skip
 
 
 def merge_config() -> dict[str, Any]:
-    """Launch configuration for merging: as many words as a program sorts."""
-    config = sort_config(RUN)
-    return {name: config[name] for name in ("BLOCK", "DIMS", "num_warps")}
+    """Launch configuration for merging, in one warp: as many words as a program sorts."""
+    return {"BLOCK": RUN, "DIMS": RUN.bit_length() - 1, "num_warps": 1}
 
 
 def in_one_run(tokens: int) -> bool:
@@ -317,7 +328,8 @@ def sort_rows(words: Tensor, runs: int = 1) -> tuple[Tensor, int]:
 
 @once
 def _sort_runs(rows: int, tokens: int) -> Launch:
-    return Launch(sort_runs_kernel, (rows, ceil_div(tokens, RUN)), N=tokens, **sort_config(RUN))
+    runs = ceil_div(tokens, RUN)
+    return Launch(sort_runs_kernel, (rows, runs), N=tokens, **sort_config(RUN, rows * runs))
 
 
 @once
@@ -678,7 +690,7 @@ class Packing:
     @functools.cached_property
     def packed(self) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of what is sorted: halves of words, padded, if that is done at once."""
-        stride = sort_config(self.shape[1])["BLOCK"] if self.at_once else self.shape[1]
+        stride = max(2, power_of_2(self.shape[1])) if self.at_once else self.shape[1]
         dtype = self.words.half if self.at_once else self.words.whole
         return (self.sides, self.shape[0], self.count, stride), dtype
 
@@ -711,7 +723,7 @@ class Packing:
         if self.at_once:
             return Launch(
                 rank_kernel, (pairs,), LEAST_SIZE=LEAST_SIZE, LEAST_SHARE=LEAST_SHARE,
-                **arguments, **sort_config(tokens),
+                **arguments, **sort_config(tokens, pairs),
             )  # fmt: skip
         grid = pairs, ceil_div(tokens, 1024)
         return Launch(unpack_kernel, grid, **arguments, BLOCK=1024)
