@@ -23,16 +23,15 @@ from triton.compiler import ASTSource, compile
 from espformer.ops.esp.exponentials import ABSOLUTE, GAUSSIAN
 from espformer.ops.esp.triton.costs import centre_grad_kernel, centre_kernel
 from espformer.ops.esp.triton.costs import norm_costs_grad_kernel, norm_costs_kernel
-from espformer.ops.esp.triton.dense_columns import dense_column_kernel, dense_norm_costs_kernel
-from espformer.ops.esp.triton.dense_columns import dense_norm_costs_grad_kernel
 from espformer.ops.esp.triton.hard_plan import compose_kernel, gather_kernel, match_kernel
 from espformer.ops.esp.triton.hard_plan import match_runs_kernel, pair_kernel
 from espformer.ops.esp.triton.normalise import BACKWARD, FORWARD, balance_kernel, column_kernel
-from espformer.ops.esp.triton.short_columns import short_column_kernel
-from espformer.ops.esp.triton.short_numbers import block_config, sort_block_config
-from espformer.ops.esp.triton.short_numbers import short_numbers_grad_kernel, short_numbers_kernel
+from espformer.ops.esp.triton.numbers import block_config, short_numbers_grad_kernel
+from espformer.ops.esp.triton.numbers import short_numbers_kernel, short_rows_grad_kernel
+from espformer.ops.esp.triton.numbers import short_rows_kernel, sort_block_config
+from espformer.ops.esp.triton.short_columns import dense_column_kernel, dense_norm_costs_grad_kernel
+from espformer.ops.esp.triton.short_columns import dense_norm_costs_kernel, short_column_kernel
 from espformer.ops.esp.triton.short_plan import short_apply_kernel
-from espformer.ops.esp.triton.short_rows import short_rows_grad_kernel, short_rows_kernel
 from espformer.ops.esp.triton.soft_plan import REGISTERS, apply_kernel, cross_kernel, link_kernel
 from espformer.ops.esp.triton.soft_plan import scan_kernel, state_table, sums_kernel
 from espformer.ops.esp.triton.sort import back_project_kernel, merge_runs_kernel, pack_kernel

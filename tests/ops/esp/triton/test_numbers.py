@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from espformer import sorting
 from espformer.ops.esp.triton import numbers as kernels
-from espformer.ops.esp.triton import short_numbers
 from tests.rows import KINDS, apart
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -28,7 +27,7 @@ def whole(request):
 
 
 def held(whole):
-    return mock.patch.object(short_numbers, "MOST_NUMBERS", 4096 if whole else 0)
+    return mock.patch.object(kernels, "MOST_NUMBERS", 4096 if whole else 0)
 
 
 @pytest.mark.usefixtures("whole")
@@ -153,7 +152,7 @@ def test_one_launch_each():
     with (
         mock.patch.object(kernels, "sort_points", side_effect=AssertionError),
         mock.patch.object(kernels, "point_gradients", side_effect=AssertionError),
-        mock.patch.object(short_numbers.Launch, "__call__", autospec=True) as launched,
+        mock.patch.object(kernels.Launch, "__call__", autospec=True) as launched,
     ):
         for launches, function in enumerate(FUNCTIONS.values()):
             x = torch.randn(2, 5, device=DEVICE, requires_grad=True)

@@ -10,7 +10,6 @@ pytest.importorskip("triton")
 
 from espformer.ops.esp.triton import (
     costs,
-    dense_columns,
     normalise,
     short_columns,
     short_plan,
@@ -30,15 +29,15 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(soft_plan, "LEAST", 2)
         monkeypatch.setattr(soft_plan, "AHEAD", (2, 2))
         monkeypatch.setattr(soft_plan, "segment_length", lambda chunks, ahead, scans: ahead)
-        monkeypatch.setattr(dense_columns, "BLOCK_M", 4)
-        monkeypatch.setattr(dense_columns, "BLOCK_N", 2)
+        monkeypatch.setattr(short_columns, "BLOCK_M", 4)
+        monkeypatch.setattr(short_columns, "BLOCK_N", 2)
         monkeypatch.setattr(short_plan, "LANES", 4)  # so many groups
 
 
 @pytest.fixture(params=[0, 256], ids=["scans", "dense"])
 def _columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns by scans, and by whole rows of κ or, in the absolute metric, in registers."""
-    monkeypatch.setattr(dense_columns, "MOST_RANKS", request.param)
+    monkeypatch.setattr(short_columns, "MOST_RANKS", request.param)
     monkeypatch.setattr(short_columns, "LEAST_PAIRS", 1 if request.param else 1 << 30)
     monkeypatch.setattr(normalise, "BLOCK", 4)
     monkeypatch.setattr(normalise, "LEAST_BLOCK", 4)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from espformer import sorting
 from espformer.ops.esp import triton as kernels
-from espformer.ops.esp.triton.short_rows import mix_rows, mix_rows_backward
+from espformer.ops.esp.triton.numbers import mix_rows, mix_rows_backward
 from tests.rows import KINDS, apart
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")

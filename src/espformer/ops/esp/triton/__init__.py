@@ -9,10 +9,8 @@ from torch import Tensor
 
 from espformer.ops.esp.options import ESPOptions
 from espformer.ops.esp.problem import LEAST_TEMPERATURE, MOST_TEMPERATURE, near_one
-from espformer.ops.esp.triton import short_rows
 from espformer.ops.esp.triton.attention import MOST_BLOCKS, attend, plan
-from espformer.ops.esp.triton.numbers import rank_numbers, sort_numbers
-from espformer.ops.esp.triton.short_rows import mix_rows
+from espformer.ops.esp.triton.numbers import mix_rows, rank_numbers, sort_numbers, values_fit
 from espformer.ops.esp.triton.sort import blocks_of_tokens
 
 __all__ = ["attend", "mix", "mix_numbers", "plan", "takes_numbers", "takes_rows"]
@@ -32,7 +30,7 @@ def takes_numbers(numbers: Tensor, options: ESPOptions) -> bool:
 
 def takes_rows(numbers: Tensor, rows: Tensor, options: ESPOptions) -> bool:
     """Whether `mix` knows these options, and numbers and rows of this dtype and these shapes."""
-    fits = short_rows.fits(tuple(rows.shape))
+    fits = values_fit(tuple(rows.shape))
     return fits and takes_numbers(numbers, options) and not options.straight_through
 
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2, width_arguments
-from espformer.ops.esp.triton import dense_columns
+from espformer.ops.esp.triton import short_columns
 from espformer.ops.esp.triton.normalise import (
     block_ranks,
     column_config,
@@ -149,9 +149,9 @@ def norm_costs_grad_kernel(
 @once
 def _norm_costs_launch(shape: Shape, heads: int, metric: str, fp32_rows: bool) -> Launch:
     grid = (shape[0] * shape[1],)
-    if dense_columns.fits(shape, metric):
-        config = dense_columns.config(shape, heads)
-        return Launch(dense_columns.dense_norm_costs_kernel, grid, **config)
+    if short_columns.is_dense(shape, metric):
+        config = short_columns.dense_config(shape, heads)
+        return Launch(short_columns.dense_norm_costs_kernel, grid, **config)
     return Launch(norm_costs_kernel, grid, **column_config(shape, heads, metric, fp32_rows))
 
 
@@ -160,10 +160,10 @@ def _norm_costs_grad_launch(
     shape: Shape, heads: int, metric: str, fp32_rows: bool, atomic: bool
 ) -> Launch:
     kernel: Any = norm_costs_grad_kernel
-    if dense_columns.fits(shape, metric):
+    if short_columns.is_dense(shape, metric):
         kernel, config = (
-            dense_columns.dense_norm_costs_grad_kernel,
-            dense_columns.config(shape, heads),
+            short_columns.dense_norm_costs_grad_kernel,
+            short_columns.dense_config(shape, heads),
         )
     else:
         config = column_config(shape, heads, metric, fp32_rows)
@@ -196,7 +196,7 @@ def norm_costs_backward(
     d_square = torch.zeros_like(square) if atomic else torch.empty_like(points)
     d_out_scale, slope = torch.empty_like(points), torch.empty_like(points)
     d_in_scale = None if in_scale is None else torch.empty_like(points)
-    scans = not dense_columns.fits(points.shape, metric)
+    scans = not short_columns.is_dense(points.shape, metric)
     heads = inv_bandwidth.shape[0]
     _norm_costs_grad_launch(points.shape, heads, metric, fp32_rows, atomic)(
         upstream, square, order, out_scale, in_scale, points, inv_bandwidth, d_square, d_out_scale,

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from espformer.ops.common.triton import Launch, Shape, once, power_of_2
 from espformer.ops.esp.balancing import chebyshev_exponents
-from espformer.ops.esp.triton import dense_columns, short_columns
+from espformer.ops.esp.triton import short_columns
 from espformer.ops.esp.triton.primitives import (
     column_operands,
     exponential_table,
@@ -376,10 +376,12 @@ def column_config(shape: Shape, heads: int, metric: str, fp32_rows: bool) -> dic
 def columns(shape: Shape, heads: int, metric: str, fp32_rows: bool) -> Launch:
     """Normalisers or a slope of every slice of points, by scans or by whole rows of κ."""
     grid = (shape[0] * shape[1],)
-    if not fp32_rows and short_columns.fits(shape, metric):
-        return Launch(short_columns.short_column_kernel, grid, **short_columns.config(shape, heads))
-    if dense_columns.fits(shape, metric):
-        return Launch(dense_columns.dense_column_kernel, grid, **dense_columns.config(shape, heads))
+    if not fp32_rows and short_columns.fits_registers(shape, metric):
+        config = short_columns.register_config(shape, heads)
+        return Launch(short_columns.short_column_kernel, grid, **config)
+    if short_columns.is_dense(shape, metric):
+        config = short_columns.dense_config(shape, heads)
+        return Launch(short_columns.dense_column_kernel, grid, **config)
     return Launch(column_kernel, grid, **column_config(shape, heads, metric, fp32_rows))
 
 
