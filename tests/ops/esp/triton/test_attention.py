@@ -159,26 +159,6 @@ def test_where_sequences_stay_in_registers() -> None:
     assert sizes == [1, 1, 2, 4, 7, 7, 8, 8]
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(9, 9), (6, 9), (1, 9), (9, 1)])
-def test_only_as_many_queries_as_keys_stay_in_registers(
-    monkeypatch: pytest.MonkeyPatch, queries: int, keys: int
-) -> None:
-    asked: list[bool] = []
-
-    def fits(*arguments: Any) -> bool:
-        asked.append(arguments[-1])
-        return False
-
-    monkeypatch.setattr(short_plan, "fits", fits)
-    compare(queries, keys, torch.float16, 5e-3, inverse_temperature=1.0)
-    assert set(asked) == {queries != keys}
-    asked.clear()
-    x = torch.randn(1, 1, 9, 2, device=DEVICE).half()
-    masks = {"query_mask": torch.arange(9, device=DEVICE)[None] < 8}
-    espformer.esp_attention(x, x, x, backend="triton", **masks)
-    assert set(asked) == {True}, "as many tokens, but not as many that take part"
-
-
 def test_columns_of_float32_rows_do_not_stay_in_registers() -> None:
     """Where errors of single steps would matter."""
     kernels = [normalise.columns((4096, 8, 197), 4096, "absolute", fp32).kernel for fp32 in (0, 1)]

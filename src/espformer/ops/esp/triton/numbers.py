@@ -75,6 +75,7 @@ from espformer.ops.esp.triton.sort import (
     sort_words,
     sortable,
     word_index,
+    words_config,
 )
 
 METRIC = "absolute", True  # and rows in float32
@@ -311,12 +312,7 @@ def block_config(count: int) -> dict[str, int]:
 def sort_block_config(count: int) -> dict[str, int]:
     """The same with what :func:`espformer.ops.esp.triton.sort.sort_words` needs."""
     config = block_config(count)
-    held = config["BLOCK"] // (32 * config["num_warps"])
-    vector = min(4, held)  # words that a thread loads at once
-    return config | {
-        "VECTOR": vector, "VECTORS": held // vector, "DIMS": config["BLOCK"].bit_length() - 1,
-        "HELD": held.bit_length() - 1,
-    }  # fmt: skip
+    return words_config(config["BLOCK"], config["num_warps"], 4)
 
 
 @once

@@ -285,11 +285,11 @@ def sort_config(tokens: int, rows: int) -> dict[str, Any]:
     """
     block = max(2, power_of_2(tokens))
     wanted = min(MOST_WARPS, MANY_WARPS // max(1, rows), block // (32 * LEAST_HELD))
-    return _block_config(block, 1 << max(0, wanted.bit_length() - 1), 8)
+    return words_config(block, 1 << max(0, wanted.bit_length() - 1), 8)
 
 
-def _block_config(block: int, warps: int, most: int) -> dict[str, Any]:
-    """What :func:`sort_words` needs to sort a block of words in so many warps.
+def words_config(block: int, warps: int, most: int) -> dict[str, Any]:
+    """Launch configuration for :func:`sort_words` of a block in so many warps.
 
     A thread loads at most so many words at once.
     """
