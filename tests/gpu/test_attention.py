@@ -266,25 +266,27 @@ def test_ranks_are_those_of_a_stable_sort(tokens: int, dtype: torch.dtype) -> No
     assert torch.equal(order.long(), index)
 
 
+@pytest.mark.parametrize("heads", [300, 3], ids=["a warp per row", "warps share rows"])
 @pytest.mark.parametrize("tokens", [17, 32, 197, 1000])
-def test_tied_points_stay_tied_in_units_of_the_spread(tokens: int) -> None:
+def test_tied_points_stay_tied_in_units_of_the_spread(tokens: int, heads: int) -> None:
     """Lanes that hold tied points divide them by the same bits."""
     from espformer.ops.esp.triton.sort import sort_points
 
     for dtype in (torch.bfloat16, torch.float32):
-        x = (torch.randn(300, tokens, 16, device="cuda") * 4).round().to(dtype) / 4
+        x = (torch.randn(heads, tokens, 16, device="cuda") * 4).round().to(dtype) / 4
         points, order, _ = sort_points(x, None, None, None, None, 1.0, True)
         numbers = x.float().mT.gather(-1, order.long())
         assert torch.equal(points.diff(dim=-1) == 0, numbers.diff(dim=-1) == 0)
 
 
+@pytest.mark.parametrize("heads", [6, 600], ids=["warps share rows", "a warp per row"])
 @pytest.mark.parametrize("tokens", [197, 1000, 5000])
-def test_projected_points_are_sorted(tokens: int) -> None:
+def test_projected_points_are_sorted(tokens: int, heads: int) -> None:
     """Points are those of the order that was found, in float32, and ascend."""
     from espformer.ops.esp.triton.sort import sort_points
 
-    x = torch.randn(6, tokens, 64, device="cuda").to(torch.bfloat16)
-    slices = torch.nn.functional.normalize(torch.randn(6, 8, 64, device="cuda"), dim=-1)
+    x = torch.randn(heads, tokens, 64, device="cuda").to(torch.bfloat16)
+    slices = torch.nn.functional.normalize(torch.randn(heads, 8, 64, device="cuda"), dim=-1)
     points, order, spread = sort_points(x, None, slices, None, None, 0.125, True)
     exact = (slices.double() @ x.double().mT * 0.125).gather(-1, order.long())
     assert bool((points.diff(dim=-1) >= 0).all())

@@ -15,7 +15,7 @@ def main() -> int:
         description="Time attentions on this machine; a row whose result is wrong has no time.",
         epilog="Example: python -m espformer.lab.bench targets paper long",
     )
-    parser.add_argument("suites", nargs="*", help="quick, targets, paper, long or peers")
+    parser.add_argument("suites", nargs="*", help="quick, defaults, targets, paper, long or peers")
     for name in ("device", "dtype", "tokens", "operators", "backends", "modes"):
         parser.add_argument(f"--{name}", default="auto" if name == "device" else None)
     for name in ("heads", "width"):

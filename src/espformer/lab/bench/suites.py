@@ -61,6 +61,19 @@ def long() -> list[Case]:
     return cases + million
 
 
+def defaults() -> list[Case]:
+    """ESP with its defaults beside softmax and Sinkhorn, by length: 16 heads of width 64."""
+    eight = Case("esp-default", "triton", _BOTH, heads=16, slices=8)
+    rows = (
+        eight,
+        replace(eight, slices=None, qk_width=8),  # `Attention(qk_dim=8)`: axes, nothing to project
+        Case("softmax", "flash", _BOTH, heads=16),
+        Case("sinkhorn-3", "triton", _BOTH, heads=16),
+    )
+    lengths = (256, 1024, 2048, 4096, 8192, 16384)
+    return [replace(row, tokens=tokens) for tokens in lengths for row in rows]
+
+
 def peers() -> list[Case]:
     """Everything at N = 1024."""
     pairs = [
@@ -74,8 +87,11 @@ def peers() -> list[Case]:
 
 
 SUITES: Mapping[str, Callable[[], list[Case]]] = MappingProxyType(
-    {"quick": quick, "targets": target_cases, "paper": paper, "long": long, "peers": peers}
-)
+    {
+        "quick": quick, "defaults": defaults, "targets": target_cases, "paper": paper,
+        "long": long, "peers": peers,
+    }
+)  # fmt: skip
 
 
 def pick_device(name: str) -> torch.device:

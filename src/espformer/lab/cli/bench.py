@@ -9,7 +9,9 @@ import typer
 def bench(
     suites: Annotated[
         list[str] | None,
-        typer.Argument(help="quick, targets, paper, long or peers (see above); quick by default."),
+        typer.Argument(
+            help="quick, defaults, targets, paper, long or peers (see above); quick by default."
+        ),
     ] = None,
     device: Annotated[
         str, typer.Option(help="cuda or cpu; auto uses a GPU if there is one.")
@@ -47,9 +49,10 @@ def bench(
 ) -> None:
     """Time attentions on this machine; rows with wrong results get no time.
 
-    Suites: quick has a few rows at 256 tokens; targets has the sizes at which the GPU kernels have
-    targets for their speed; paper has the paper's runtime figures, 50 to 1,000 tokens; long goes
-    from 4,096 to a million tokens; peers compares all attentions at 1,024 tokens.
+    Suites: quick has a few rows at 256 tokens; defaults compares ESP as it comes with softmax and
+    Sinkhorn, 256 to 16,384 tokens; targets has the sizes at which the GPU kernels have targets for
+    their speed; paper has the paper's runtime figures, 50 to 1,000 tokens; long goes from 4,096 to
+    a million tokens; peers compares all attentions at 1,024 tokens.
 
     The output and the gradients of every row are first compared with float64. Times are medians.
     On a GPU, `milliseconds` is the time of a normal call, and `graph_milliseconds` that of a

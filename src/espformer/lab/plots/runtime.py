@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ def read_timings(path: Path) -> list[Timing]:
         raise ValueError(f"the columns {', '.join(missing)} are missing")
     return [
         Timing(
-            f"{row['operator']} ({row['backend']})",
+            f"{row['operator']} ({row['backend']})" + _axes(row),
             row["mode"],
             int(row["tokens"]),
             int(row.get("heads") or 1),
@@ -55,6 +55,12 @@ def read_timings(path: Path) -> list[Timing]:
         for row in rows
         if row["status"].startswith("ok") and row["milliseconds"]
     ]
+
+
+def _axes(row: Mapping[str, str]) -> str:
+    """Tell rows whose queries and keys are narrower than their values from others of the name."""
+    narrow = row.get("width", "").endswith("to sort")
+    return f", {row['slices']} axes" if narrow else ""
 
 
 def runtime(timings: Sequence[Timing], conditions: str) -> Figure:
