@@ -227,6 +227,11 @@ def check_tokens(
             )
         if not x.is_floating_point():
             raise ValueError(f"{name}: {label} must hold floating-point numbers, got {x.dtype}")
+        if x.element_size() < 2:
+            raise ValueError(
+                f"{name}: {label} is {x.dtype}, in which nothing can be added up; cast it to "
+                "bfloat16, float16, float32 or float64"
+            )
         if 0 in x.shape[-2:]:
             raise ValueError(
                 f"{name}: {label} of shape {tuple(x.shape)} has no {shape[-2]} or no width; at "

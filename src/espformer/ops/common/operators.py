@@ -196,7 +196,8 @@ def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
 class Operator:
     """A torch custom operator that eager code calls without the dispatcher.
 
-    Compilers, exporters, fake tensors and tensor subclasses call ``torch.ops.espformer.<name>``,
+    Compilers, exporters, fake tensors, tensor subclasses and dispatch modes (such as those of
+    selective checkpointing) call ``torch.ops.espformer.<name>``,
     with its fake and autograd rules. Plain tensors go directly to the function, or to an autograd
     function if a gradient is needed: for small problems the dispatcher would take longer in Python
     than the kernels take on the GPU.
@@ -243,7 +244,7 @@ class Operator:
         self.with_gradient = type(self.name, (torch.autograd.Function,), members)
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or has_dispatch_modes():
             return self._dispatched(args)
         wanted = False
         for x in args:

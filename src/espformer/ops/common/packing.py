@@ -91,7 +91,10 @@ class Packing:
                 f"{len(self.key_lengths)}; they must have equally many (lengths may be 0)"
             )
         device = torch.device(device)
-        self._groups, self._order = _groups(self.query_lengths, self.key_lengths, device)
+        found = _groups(self.query_lengths, self.key_lengths, device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            _of_graphs[self.query_lengths, self.key_lengths, device] = found
+        self._groups, self._order = found
 
     @staticmethod
     def of_mask(mask: Tensor) -> Packing:
@@ -209,6 +212,10 @@ def group_lengths(sizes: Sequence[int], call: int) -> list[list[int]]:
         groups.append(sorted(index for part in members[i:j] for index in part))
         j = i
     return groups[::-1]
+
+
+# What captured CUDA graphs read at every replay, and must not lose when the cache below forgets it.
+_of_graphs: dict[tuple[Any, ...], tuple[list[_Group], Tensor | None]] = {}
 
 
 @functools.lru_cache(maxsize=32)  # all layers of a model have the same lengths

@@ -15,7 +15,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Coupling:
-    """``T[rows[s], columns[s]] += weights[s]``; all of shape (batch, pairs)."""
+    """``T[rows[s], columns[s]] += weights[s]``; all of shape (batch, pairs), or (1, pairs) if all
+    sequences have the same lengths.
+    """
 
     rows: Tensor
     columns: Tensor
@@ -25,10 +27,10 @@ class Coupling:
     def __call__(self, y: Tensor) -> Tensor:
         """``T y``: (batch, slices, M, width) to (batch, slices, N, width)."""
         batch, slices, _, width = y.shape
-        picked = torch.gather(y, 2, _expand(self.columns, slices, width))
+        picked = torch.gather(y, 2, _expand(self.columns, batch, slices, width))
         picked = picked * self.weights[:, None, :, None]
         out = y.new_zeros(batch, slices, self.row_count, width)
-        return out.scatter_add(2, _expand(self.rows, slices, width), picked)
+        return out.scatter_add(2, _expand(self.rows, batch, slices, width), picked)
 
     def matrix(self, column_count: int) -> Tensor:
         """T itself, (batch, N, M)."""
@@ -36,8 +38,8 @@ class Coupling:
         return self(eye.expand(self.rows.shape[0], 1, -1, -1)).squeeze(1)
 
 
-def _expand(index: Tensor, slices: int, width: int) -> Tensor:
-    return index[:, None, :, None].expand(-1, slices, -1, width)
+def _expand(index: Tensor, batch: int, slices: int, width: int) -> Tensor:
+    return index[:, None, :, None].expand(batch, slices, -1, width)
 
 
 def couple(

@@ -18,9 +18,8 @@ from espformer.functional.esp import pick_backend
 from espformer.ops.esp import cpu, linear
 from espformer.ops.esp.cpu import compiling, operators, threads
 from tests.compare import differentiate, tokens
+from tests.opcheck import check_operator
 from tests.processes import run_beside_torch
-
-CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 def arguments(hard: bool = False) -> tuple:
@@ -34,7 +33,7 @@ def arguments(hard: bool = False) -> tuple:
 
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
 def test_operator(hard):
-    torch.library.opcheck(operators.attend.custom, arguments(hard), test_utils=CHECKS)
+    check_operator(operators.attend, arguments(hard))
 
 
 def test_operator_of_the_backward():
@@ -42,11 +41,8 @@ def test_operator_of_the_backward():
     query, key, value, _, _, width, _, centre, _, _, *options = arguments()
     saved = [x.detach() for x in (*outputs, query, key, value, width, centre)]
     for flags in ((True, True, True), (False, False, False), (True, False, False)):
-        torch.library.opcheck(
-            operators.attend_backward.custom,
-            (torch.ones_like(outputs[0]), *saved, *options, *flags),
-            test_utils=CHECKS,
-        )
+        upstream = torch.ones_like(outputs[0])
+        check_operator(operators.attend_backward, (upstream, *saved, *options, *flags))
 
 
 def test_second_derivatives_are_refused():

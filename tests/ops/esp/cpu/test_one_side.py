@@ -10,9 +10,8 @@ pytest.importorskip("numba")
 from espformer import sorting
 from espformer.ops.esp.cpu import sort_operators
 from tests.compare import BALANCES, METRICS, OUTPUT_TOLERANCE, some
+from tests.opcheck import check_operator
 from tests.rows import draw_rows, given_rows
-
-CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["sort", "unsort"])
@@ -24,11 +23,9 @@ def test_operators(back, width):
     saved = [x.detach() for x in (*outputs[1:], value, t)]
     for flags in ((True, True, True), (True, False, False), (False, True, False)):
         arguments = (torch.ones_like(value), *saved, *options, *flags)
-        torch.library.opcheck(sort_operators.mix_backward.custom, arguments, test_utils=CHECKS)
+        check_operator(sort_operators.mix_backward, arguments)
     leaves = (x.requires_grad_() for x in (numbers, value, t))
-    torch.library.opcheck(
-        sort_operators.mix.custom, (*leaves, None, *options), test_utils=CHECKS
-    )  # fmt: skip
+    check_operator(sort_operators.mix, (*leaves, None, *options))
 
 
 any_sort = given_rows(

@@ -274,6 +274,46 @@ def test_slices_are_worked_on_in_groups(monkeypatch: pytest.MonkeyPatch, pairs: 
     compare(11, 11, torch.float32, 2e-5, width=3, inverse_temperature=1.0)
 
 
+@pytest.mark.parametrize("needed", [{2}, {0, 1}, {1}], ids=["value", "query and key", "key"])
+@pytest.mark.parametrize("keys", [11, 6], ids=["self", "cross"])
+def test_gradients_of_some_operands(needed: set[int], keys: int) -> None:
+    """What is not asked for is not computed, and changes no other gradient."""
+    found = []
+    query, upstream = torch.randn(2, 1, 2, 11, 3, device=DEVICE).unbind()
+    key, value = torch.randn(2, 1, 2, keys, 3, device=DEVICE).unbind()
+    for backend, dtype in (("triton", torch.float32), ("dense", torch.float64)):
+        tensors = [
+            x.to(dtype).requires_grad_(i in needed) for i, x in enumerate((query, key, value))
+        ]
+        out = espformer.esp_attention(*tensors, inverse_temperature=1.0, backend=backend)
+        leaves = [x for x in tensors if x.requires_grad]
+        found.append(torch.autograd.grad(out, leaves, upstream.to(dtype)))
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= 2e-5 * b.norm()
+
+
+def test_algorithms_that_become_deterministic_before_the_backward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They need more scratch memory: states that the forward pass kept are of all slices, and the
+    backward pass has them in groups.
+    """
+    query, key, value, upstream = torch.randn(4, 1, 2, 20, 3, device=DEVICE).unbind()
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    room = soft_plan.Chunks(2, 3, 20, "absolute", torch.float32).scratch_bytes(3, True)
+    monkeypatch.setattr(soft_plan, "SCRATCH_BYTES", {"absolute": 6 * room})
+    found = []
+    for deterministic in (False, True):
+        out = espformer.esp_attention(*leaves, backend="triton")
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            found.append(torch.autograd.grad(out, leaves, upstream))
+        finally:
+            torch.use_deterministic_algorithms(False)
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_sums_that_leave_the_range_of_float16() -> None:
     """States are sums over tokens: of 20 values of 6,000 where float16 ends at 65,504."""
     query, key = torch.randn(2, 1, 1, 20, 2, device=DEVICE).half().unbind()

@@ -10,9 +10,9 @@ pytest.importorskip("triton")
 
 import espformer
 from espformer.ops.esp.triton import attention, hard_plan, soft_plan, sort
+from tests.opcheck import check_operator
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 @pytest.fixture(autouse=True)
@@ -24,17 +24,6 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def numbers(*shape: int) -> Tensor:
     return torch.randn(shape, device=DEVICE)
-
-
-def strided(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same numbers, every matrix with the strides of its transpose."""
-
-    def turned(x: Any) -> Any:
-        if not isinstance(x, Tensor) or x.dim() < 2:
-            return x
-        return x.detach().mT.contiguous().mT.requires_grad_(x.requires_grad)
-
-    return tuple(turned(x) for x in arguments)
 
 
 ATTENTIONS = {
@@ -74,11 +63,9 @@ def test_soft_attention(name: str) -> None:
     needed = options.pop("needed", OPERANDS)
     leaves = [x.requires_grad_() for x, of in zip(operands, OPERANDS, strict=True) if of in needed]
     arguments = (*operands, *masks, *(options[name] for name in attention.Settings._fields))
-    operator = attention.soft_attention.custom
-    torch.library.opcheck(operator, arguments, test_utils=CHECKS)
-    if dtype == torch.float32 and needed == OPERANDS:
-        torch.library.opcheck(operator, strided(arguments), test_utils="test_faketensor")
-    found = operator(*arguments)[0]
+    every_one = dtype == torch.float32 and needed == OPERANDS
+    check_operator(attention.soft_attention, arguments, strides=every_one)
+    found = attention.soft_attention.custom(*arguments)[0]
     assert torch.equal(found, attention.soft_attention(*arguments))
     # The same in float32, where all gradients are needed.
     every = [x.detach().float().requires_grad_() for x in operands]
@@ -117,8 +104,7 @@ def test_hard_operators(name: str) -> None:
         "match_points": (hard_plan.match_points, (half, half.detach().flip(1), None, None, 0.5)),
     }
     operator, arguments = calls[name]
-    torch.library.opcheck(operator.custom, arguments, test_utils=CHECKS)
-    torch.library.opcheck(operator.custom, strided(arguments), test_utils=CHECKS)
+    check_operator(operator, arguments)
 
 
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
@@ -150,3 +136,34 @@ def test_forward_mode_is_refused_not_dropped() -> None:
         dual = torch.autograd.forward_ad.make_dual(query, query)
         with pytest.raises(NotImplementedError, match="jvp"):
             espformer.esp_attention(dual, key, value, backend="triton")
+
+
+def test_selective_checkpointing_sees_the_operator() -> None:
+    """A policy that saves attention is asked about it, and it is not computed again."""
+    from torch.utils.checkpoint import (
+        CheckpointPolicy,
+        checkpoint,
+        create_selective_checkpoint_contexts,
+    )
+
+    asked: list[str] = []
+
+    def policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator.namespace != "espformer":
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        asked.append(("recomputing " if ctx.is_recompute else "") + operator._schema.name)
+        return CheckpointPolicy.MUST_SAVE
+
+    def attend(*tensors: Tensor) -> Tensor:
+        return espformer.esp_attention(*tensors, hard=True, backend="triton")
+
+    leaves = [numbers(1, 1, 6, 2).requires_grad_() for _ in range(3)]
+    expected = attend(*leaves)
+    found = checkpoint(
+        attend, *leaves, use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(policy),
+    )  # fmt: skip
+    torch.testing.assert_close(found, expected)
+    assert "espformer::apply_matching" in asked
+    gradients = torch.autograd.grad(found.square().sum(), leaves[2])
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected.square().sum(), leaves[2]))

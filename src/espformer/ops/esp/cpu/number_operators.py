@@ -79,7 +79,7 @@ def _outputs(numbers: Tensor, ranks: bool) -> tuple[Tensor, Tensor, Tensor]:
     heads, tokens = numbers.shape
     kept = numbers.new_empty(heads, OF_RANKS if ranks else OF_SORT, tokens + SHAPE)
     order = torch.empty(heads, tokens + 1, dtype=torch.int32, device=numbers.device)
-    return torch.empty_like(numbers), kept, order
+    return numbers.new_empty(heads, tokens), kept, order
 
 
 @mix_numbers.register_fake
@@ -118,7 +118,7 @@ def mix_numbers_backward(
 def _(
     upstream: Tensor, kept: Tensor, order: Tensor, temperature: Tensor | None, *args: Any
 ) -> list[Tensor]:  # fmt: skip
-    return [torch.empty_like(x) for x in (upstream, temperature) if x is not None]
+    return [x.new_empty(x.shape) for x in (upstream, temperature) if x is not None]
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

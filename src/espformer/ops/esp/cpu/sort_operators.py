@@ -83,7 +83,7 @@ def mix(
 def _(numbers: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
     heads, tokens = numbers.shape
     return (
-        torch.empty_like(value), numbers.new_empty(heads),
+        value.new_empty(value.shape), numbers.new_empty(heads),
         numbers.new_empty(heads, 4, dtype=torch.float64),
         numbers.new_empty(heads, dtype=torch.int64),
         numbers.new_empty(heads, 1, tokens, dtype=torch.int32),

@@ -155,7 +155,8 @@ def in_spreads(points: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
 
 @in_spreads.register_fake
 def _(points: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(points), points.new_empty(*points.shape[:2], 3, dtype=torch.float64)
+    shapes = points.new_empty(*points.shape[:2], 3, dtype=torch.float64)
+    return points.new_empty(points.shape), shapes
 
 
 @operator("cpu_in_spreads_backward")
@@ -170,7 +171,7 @@ def in_spreads_backward(
 
 @in_spreads_backward.register_fake
 def _(upstream: Tensor, mask: Tensor | None, out: Tensor, shapes: Tensor) -> Tensor:
-    return torch.empty_like(out)
+    return out.new_empty(out.shape)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -185,15 +185,18 @@ class Call:
                 settings.metric,
             )  # fmt: skip
             return plan, (queries, keys), None, None
+        # Sequences without padding have one coupling for all of them.
+        batch, slices, _ = queries.points.shape
+        count = 1 if all(lengths is None for *_, lengths in self.tokens) else batch
         of_queries, of_keys = (
-            torch.full((x.shape[0],), x.shape[1], device=x.device) if lengths is None else lengths
+            torch.full((count,), x.shape[1], device=x.device) if lengths is None else lengths
             for x, _, _, lengths in self.tokens
         )
         coupling = couple(
             settings.coupling, of_queries, of_keys, queries.points.shape[-1],
             keys.points.shape[-1], torch.float32,
         )  # fmt: skip
-        pieces = Pieces.of(coupling, queries.points.shape[1])
+        pieces = Pieces.of(coupling, batch, slices)
         plan = pieces.plan(
             queries, keys, self.operands.inv_bandwidth, settings.balanced, settings.metric
         )
@@ -344,18 +347,19 @@ def soft_attention_backward(
     plan, (queries, keys), coupling, pieces = call.plan(sorted_sides, kept.mid_scale)
 
     # Plans, applied to values.
+    upstream = upstream.to(value.dtype)
+    if not any(needs._replace(value=False)):
+        d_value, _ = apply_plans(upstream, kept.weights, value.shape[1], plan.transposed(), False)
+        return Gradients(None, None, d_value, None, None, None)
     weighed = kept.costs is not None
     ranked, of_plan = PlanGradients.new(
         plan, settings.balanced, weighed or needs.slice_logits, needs.inv_bandwidth
     )
-    d_value = torch.zeros_like(value, dtype=torch.float32)
+    d_value = torch.zeros_like(value, dtype=torch.float32) if needs.value else None
     states = None if kept.x_states is None else (kept.x_states, kept.w_states)
-    plan_gradients(
-        plan, upstream.to(value.dtype), kept.weights, value, d_value, None, of_plan, states
-    )
-    d_value = d_value.to(value.dtype)
-    if not any(needs._replace(value=False)):
-        return Gradients(None, None, d_value if needs.value else None, None, None, None)
+    plan_gradients(plan, upstream, kept.weights, value, d_value, None, of_plan, states)
+    if d_value is not None:
+        d_value = d_value.to(value.dtype)
     d_inv_bandwidth = of_plan.summed_inv_bandwidth()
 
     # Slice weights, from costs: of plans between centred rows, and of their squared norms.
@@ -537,7 +541,8 @@ def _soft(problem: Problem, value: Tensor) -> Tensor:
 
 
 def _keeps_states(problem: Problem, value: Tensor, one_to_one: bool) -> bool:
-    """Whether to keep the states for the backward pass: if a gradient is needed and they are few.
+    """Whether to keep the states for the backward pass: if they are few, and a gradient is needed
+    that is not that of the values alone.
 
     Not if N ≠ M: how many pieces there are is not known yet.
 
@@ -546,7 +551,7 @@ def _keeps_states(problem: Problem, value: Tensor, one_to_one: bool) -> bool:
     if not one_to_one or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
     query, key, slices = problem.query, problem.key, problem.slices
-    operands = query, key, value, slices, problem.options.sort_temperature
+    operands = query, key, slices, problem.slice_logits, problem.options.sort_temperature
     if not any(isinstance(x, Tensor) and x.requires_grad for x in operands):
         return False
     count = query.shape[-1] if slices is None else slices.shape[-2]
@@ -594,4 +599,4 @@ def plan(problem: Problem) -> Tensor:
     key = problem.key
     eye = torch.eye(key.shape[-2], dtype=problem.dtype, device=key.device)
     rows = zero_padding(eye.expand(key.shape[0], -1, -1), problem.key_mask)
-    return torch.cat([attend(problem, block) for block in rows.split(64, -1)], -1)
+    return torch.cat([attend(problem, block) for block in rows.split(MOST_WIDTH, -1)], -1)

@@ -539,7 +539,7 @@ def _fake(columns: int) -> Callable[..., tuple[Tensor, ...]]:
         order = torch.empty_like(points, dtype=torch.int32)
         spread = numbers.new_empty((batch, 1) if in_spreads else 0)
         kept = [torch.empty_like(points) for _ in range(columns)]
-        return torch.empty_like(numbers), points, order, spread, *kept
+        return numbers.new_empty(numbers.shape), points, order, spread, *kept
 
     return fake
 
@@ -551,7 +551,7 @@ rank_numbers.register_fake(_fake(3))
 def _fake_gradients(*args: Any) -> tuple[Tensor, Tensor]:
     upstream, inv_bandwidth, with_inv_bandwidth = args[0], args[-3], args[-1]
     shape = inv_bandwidth.shape if with_inv_bandwidth else 0
-    return torch.empty_like(upstream), inv_bandwidth.new_empty(shape)
+    return upstream.new_empty(upstream.shape), inv_bandwidth.new_empty(shape)
 
 
 sort_numbers_backward.register_fake(_fake_gradients)
@@ -749,16 +749,18 @@ def _(
     numbers: Tensor, values: Tensor, inv_bandwidth: Tensor, mask: Tensor | None, in_spreads: bool,
     back: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    points, order = torch.empty_like(numbers), torch.empty_like(numbers, dtype=torch.int32)
-    spread = torch.empty_like(inv_bandwidth) if in_spreads else numbers.new_empty(0)
-    return torch.empty_like(values), points, order, spread, torch.empty_like(numbers)
+    points, z = (numbers.new_empty(numbers.shape) for _ in range(2))
+    order = numbers.new_empty(numbers.shape, dtype=torch.int32)
+    spread = inv_bandwidth.new_empty(inv_bandwidth.shape if in_spreads else 0)
+    return values.new_empty(values.shape), points, order, spread, z
 
 
 @mix_rows_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     values, points, inv_bandwidth, with_inv_bandwidth = args[1], args[2], args[6], args[-1]
     shape = inv_bandwidth.shape if with_inv_bandwidth else 0
-    return torch.empty_like(points), torch.empty_like(values), inv_bandwidth.new_empty(shape)
+    d_numbers, d_values = (x.new_empty(x.shape) for x in (points, values))
+    return d_numbers, d_values, inv_bandwidth.new_empty(shape)
 
 
 def _setup_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -507,7 +507,7 @@ class ShortPlanKernels:
         self._apply(self.plan, x, None, None, g, None, None, None, out)
 
     def grad(
-        self, g: Tensor, x: Tensor, weight: Tensor, dx: Tensor, dg: Tensor | None,
+        self, g: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None, dg: Tensor | None,
         found: PlanGradients, x_states: object = None,
     ) -> None:  # fmt: skip
         """Gradients of ``Σ_l weight_l ⟨g, plan_l x⟩``: adds to dx and dg, writes to `found`."""

@@ -175,14 +175,15 @@ class Pieces(NamedTuple):
 
     rows: Tensor  # the query rank of each piece
     columns: Tensor  # its key rank
-    weights: Tensor  # (batch, 1, pieces)
+    weights: Tensor  # (batch or 1, 1, pieces)
     first_of_row: Tensor  # likewise: one at the first piece of every query rank, else zero
     first_of_column: Tensor
 
     @staticmethod
-    def of(coupling: Coupling, slices: int) -> Pieces:
+    def of(coupling: Coupling, batch: int, slices: int) -> Pieces:
         rows, columns = (
-            ranks.unsqueeze(1).expand(-1, slices, -1) for ranks in (coupling.rows, coupling.columns)
+            ranks.unsqueeze(1).expand(batch, slices, -1)
+            for ranks in (coupling.rows, coupling.columns)
         )
         first = _first_pieces(coupling.rows), _first_pieces(coupling.columns)
         return Pieces(rows, columns, coupling.weights.unsqueeze(1), *first)
@@ -240,7 +241,7 @@ class Pieces(NamedTuple):
 
 
 def _first_pieces(ranks: Tensor) -> Tensor:
-    """One at the first piece of every rank, else zero: (batch, 1, pieces)."""
+    """One at the first piece of every rank, else zero: (batch or 1, 1, pieces)."""
     new = ranks[:, 1:] != ranks[:, :-1]
     return torch.nn.functional.pad(new.float(), (1, 0), value=1.0).unsqueeze(1)
 
@@ -1103,7 +1104,7 @@ class PlanKernels:
             torch.sum(totals, -1, out=out)
 
     def grad(
-        self, g: Tensor, x: Tensor, weight: Tensor, dx: Tensor, dg: Tensor | None,
+        self, g: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None, dg: Tensor | None,
         found: PlanGradients, x_states: States | None = None,
     ) -> None:  # fmt: skip
         """Gradients of ``Σ_l weight_l ⟨g, plan_l x⟩``: adds to dx and dg, writes to `found`."""
@@ -1275,9 +1276,9 @@ def _room(out: Tensor, group: Group | None, slices: int) -> Tensor:
     return out.new_zeros(len(rows), count, *out.shape[1:])
 
 
-def _collect(out: Tensor, group: Group | None, rows: Tensor) -> None:
+def _collect(out: Tensor | None, group: Group | None, rows: Tensor | None) -> None:
     """Adds the separate rows of a group's slices to `out`, if there are any."""
-    if rows.dim() == 4:
+    if out is not None and rows is not None and rows.dim() == 4:
         here = _heads(out, group)
         here += rows.sum(1)
 
@@ -1316,25 +1317,27 @@ def cross_plans(query: Tensor, key: Tensor, plan: Plan) -> Tensor:
 
 
 def plan_gradients(
-    plan: Plan, upstream: Tensor, weight: Tensor, value: Tensor, d_value: Tensor,
+    plan: Plan, upstream: Tensor, weight: Tensor, value: Tensor, d_value: Tensor | None,
     d_upstream: Tensor | None, found: PlanGradients, states: States | None = None,
 ) -> None:  # fmt: skip
     """Gradients of ``Σ_l weight_l ⟨upstream, plan_l V⟩``: adds to `d_value` and `d_upstream`, which
     are float32, and writes to `found`.
 
-    `states` of V are those that :func:`apply_plans` kept. The gradients of `upstream` and of the
-    weight exclude each other.
+    `states` of V are those that :func:`apply_plans` kept, of all slices; if these are several
+    groups now, since algorithms have to be deterministic by now, they are computed again. The
+    gradients of `upstream` and of the weight exclude each other.
     """
     slices = weight.shape[1]
     learnt = found.inv_bandwidth is not None
     for group, kernels in _groups(value, plan, True, learnt):
-        rows = _room(d_value, group, slices)
-        upstream_rows = None if d_upstream is None else _room(d_upstream, group, slices)
+        value_rows, upstream_rows = (
+            None if x is None else _room(x, group, slices) for x in (d_value, d_upstream)
+        )
         kernels.grad(
             _heads(upstream, group), _heads(value, group),
-            weight if group is None else weight[group], rows, upstream_rows, found.part(group),
-            states,
+            weight if group is None else weight[group], value_rows, upstream_rows,
+            found.part(group),
+            states if group is None else None,
         )  # fmt: skip
-        _collect(d_value, group, rows)
-        if d_upstream is not None and upstream_rows is not None:
-            _collect(d_upstream, group, upstream_rows)
+        _collect(d_value, group, value_rows)
+        _collect(d_upstream, group, upstream_rows)
