@@ -23,7 +23,7 @@ from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_
 from espformer.ops.esp.problem import Problem
 from espformer.ops.esp.triton.primitives import program_rows
 from espformer.ops.esp.triton.sort import (
-    Packing,
+    TokenSort,
     any_infinite,
     make_words,
     masked_lengths,
@@ -99,19 +99,19 @@ def match_runs_kernel(
 
 
 @once
-def _match_launch(packing: Packing) -> Launch:
+def _match_launch(token_sort: TokenSort) -> Launch:
     """Sorts both sides and matches them; rows are as long as one program sorts."""
-    words, pairs, tokens = packing.words, packing.pairs, packing.shape[1]
+    words, pairs, tokens = token_sort.words, token_sort.pairs, token_sort.shape[1]
     return Launch(
-        match_kernel, (pairs,), N=tokens, PAIRS=pairs, weight=1 / packing.count,
+        match_kernel, (pairs,), N=tokens, PAIRS=pairs, weight=1 / token_sort.count,
         **words.arguments, **sort_config(tokens, pairs),
     )  # fmt: skip
 
 
 @once
-def _match_runs_launch(packing: Packing, length: int) -> Launch:
+def _match_runs_launch(token_sort: TokenSort, length: int) -> Launch:
     """Matches both sides, whose rows are sorted in runs of `length`."""
-    words, pairs, tokens = packing.words, packing.pairs, packing.shape[1]
+    words, pairs, tokens = token_sort.words, token_sort.pairs, token_sort.shape[1]
     config = merge_config()
     blocks = ceil_div(tokens, config["BLOCK"])
     return Launch(
@@ -130,16 +130,16 @@ def match_points(
     over the number of slices, but NaN where the slice of the queries or the keys holds NaN or an
     infinity. Padded tokens are the same on both sides and are matched with each other.
     """
-    packing, packed = pack_tokens(query, key, slices, mask, scale)
-    shape = query.shape[0], packing.count, query.shape[1]
+    token_sort, packed = pack_tokens(query, key, slices, mask, scale)
+    shape = query.shape[0], token_sort.count, query.shape[1]
     matches = torch.empty(shape, device=query.device, dtype=torch.int32)
     weights = torch.empty(shape[:2], device=query.device, dtype=torch.float32)
-    if packing.at_once:
-        _match_launch(packing)(packed, matches, weights)
+    if token_sort.at_once:
+        _match_launch(token_sort)(packed, matches, weights)
     else:
-        weights.fill_(1 / packing.count)
+        weights.fill_(1 / token_sort.count)
         packed, length = sort_rows(packed, runs=2)
-        _match_runs_launch(packing, length)(packed, matches, weights)
+        _match_runs_launch(token_sort, length)(packed, matches, weights)
     return matches, weights
 
 

@@ -48,6 +48,7 @@ from espformer.ops.esp.triton.primitives import (
     column_operands,
     exponential_table,
     of_other_side,
+    one_over,
     rotation,
 )
 from espformer.ops.esp.triton.sort import point_gradients, sort_points
@@ -284,8 +285,7 @@ def scan_pole(
         else:
             y += tl.where(added, tl.load(y_ptr + n, mask=inside & added, other=0.0), x)
             if REVERSE and x_ptr is None:
-                one_over = tl.where(n < length, 1.0 / tl.where(n < length, y, 1.0), 0.0)
-                y = tl.where(pole == POLES - 1, one_over, y)
+                y = tl.where(pole == POLES - 1, one_over(y, n < length), y)
             tl.store(y_ptr + n, y, mask=inside)
 
 
@@ -383,16 +383,6 @@ def columns(shape: Shape, heads: int, metric: str, fp32_rows: bool) -> Launch:
         config = short_columns.dense_config(shape, heads)
         return Launch(short_columns.dense_column_kernel, grid, **config)
     return Launch(column_kernel, grid, **column_config(shape, heads, metric, fp32_rows))
-
-
-@once
-def _balance(
-    shape: Shape, heads: int, metric: str, fp32_rows: bool, exponents: tuple[float, ...]
-) -> Launch:
-    return Launch(
-        balance_kernel, (shape[0] * shape[1],), EXPONENTS=exponents, STEPS=len(exponents),
-        **column_config(shape, heads, metric, fp32_rows),
-    )  # fmt: skip
 
 
 # Points below may be those of queries and keys together: (2 · batch, L, N).
@@ -501,6 +491,16 @@ def balance_kernel(
                 z -= exponent * (x * x * (u + y) + z)
             tl.store(z_ptr + n, z, mask=n < N)
         tl.debug_barrier()
+
+
+@once
+def _balance(
+    shape: Shape, heads: int, metric: str, fp32_rows: bool, exponents: tuple[float, ...]
+) -> Launch:
+    return Launch(
+        balance_kernel, (shape[0] * shape[1],), EXPONENTS=exponents, STEPS=len(exponents),
+        **column_config(shape, heads, metric, fp32_rows),
+    )  # fmt: skip
 
 
 def balanced_scales(

@@ -78,7 +78,7 @@ from espformer.ops.esp.triton.sort import (
     words_config,
 )
 
-METRIC = "absolute", True  # and rows in float32
+METRIC, FP32_ROWS = "absolute", True
 ARGUMENTS = "Tensor numbers, Tensor inv_bandwidth, Tensor? mask, bool in_spreads"
 # The least size of numbers that have a spread. They are not scaled to be near one first, so it is
 # as small as its inverse allows.
@@ -86,7 +86,7 @@ LEAST_SIZE = 4 * torch.finfo(torch.float32).tiny
 MOST_NUMBERS = 4096  # of a row: eight for each of 512 threads, with 128 registers each
 LEAST_BLOCK, MOST_WARPS, THREAD_NUMBERS = 32, 16, 4
 INFINITY = Words.of(torch.float32, 1, False, 1.0).infinity
-MOST_WIDTH = 16
+MOST_ROW_WIDTH = 16
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def from_middle(points, n, length):
 
 
 @triton.jit
-def times_kappa(u, x, s):
+def scan_times_kappa(u, x, s):
     """κu and κx, for points s in units of the kernel's width, to the base 2."""
     _, u_before, x_before = tl.associative_scan((s, u, x), 0, join)
     _, u_behind, x_behind = tl.associative_scan((s, u, x), 0, join, reverse=True)
@@ -230,14 +230,14 @@ def short_numbers_kernel(
     n = tl.arange(0, BLOCK)
     row = tl.program_id(0).to(tl.int64) * N
     inside, here = n < N, n < length
-    weights, sums = times_kappa(tl.where(here, 1.0, 0.0), x, s)
+    weights, sums = scan_times_kappa(tl.where(here, 1.0, 0.0), x, s)
     z = one_over(weights, here)
     tl.store(z_ptr + row + n, z, mask=inside)
     if expected_ptr is None:
         tl.store(out_ptr + row + n, tl.where(here, sums * z, 0.0), mask=inside)
     else:
         centred, middle, scale = centred_ranks(n, length)
-        sums, moments = times_kappa(z, z * centred, s)
+        sums, moments = scan_times_kappa(z, z * centred, s)
         expected = moments / tl.where(here, sums, 1.0)
         tl.store(expected_ptr + row + n, expected, mask=inside)
         ranks = tl.where(here, expected * scale + middle, 0.0)
@@ -369,7 +369,7 @@ def _short_number_gradients(
 def _times_kernel(x: Tensor, points: Tensor, inv_bandwidth: Tensor) -> Tensor:
     """``κx``, (batch, 1, N)."""
     y = torch.empty_like(points)
-    column = columns(points.shape, inv_bandwidth.shape[0], *METRIC)
+    column = columns(points.shape, inv_bandwidth.shape[0], METRIC, FP32_ROWS)
     column(x, None, None, points, None, inv_bandwidth, y, None)
     return y
 
@@ -382,7 +382,7 @@ def _sort(
     points, order, spread = sort_points(
         numbers.unsqueeze(-1), None, None, mask, lengths, 1.0, in_spreads
     )
-    return points, order, spread, row_scales(points, lengths, inv_bandwidth, *METRIC)
+    return points, order, spread, row_scales(points, lengths, inv_bandwidth, METRIC, FP32_ROWS)
 
 
 def _to_tokens(ranked: Tensor, order: Tensor) -> Tensor:
@@ -442,9 +442,9 @@ def sort_numbers_backward(
     tokens = order.long()
     p = upstream.unsqueeze(1) * z
     x = numbers.unsqueeze(1).gather(-1, tokens)
-    slope = sorted_slope(p, x, points, inv_bandwidth, *METRIC)
+    slope = sorted_slope(p, x, points, inv_bandwidth, METRIC, FP32_ROWS)
     dz = upstream.unsqueeze(1) * sums
-    z_slope = row_scales_backward(dz, z, points, inv_bandwidth, *METRIC)
+    z_slope = row_scales_backward(dz, z, points, inv_bandwidth, METRIC, FP32_ROWS)
     d_numbers = _numbers_gradient(slope, z_slope, points, order, spread, mask)
     d_numbers += _to_tokens(_times_kernel(p, points, inv_bandwidth), order)
     if not with_inv_bandwidth:
@@ -517,11 +517,11 @@ def rank_numbers_backward(
     if mask is not None:
         a = a.masked_fill(z == 0, 0)
     b = -a * expected
-    slope = sorted_slope(a, z * centred, points, inv_bandwidth, *METRIC)
-    slope += sorted_slope(b, z, points, inv_bandwidth, *METRIC)
+    slope = sorted_slope(a, z * centred, points, inv_bandwidth, METRIC, FP32_ROWS)
+    slope += sorted_slope(b, z, points, inv_bandwidth, METRIC, FP32_ROWS)
     dz = _times_kernel(a, points, inv_bandwidth).mul_(centred)
     dz += _times_kernel(b, points, inv_bandwidth)
-    z_slope = row_scales_backward(dz, z, points, inv_bandwidth, *METRIC)
+    z_slope = row_scales_backward(dz, z, points, inv_bandwidth, METRIC, FP32_ROWS)
     d_numbers = _numbers_gradient(slope, z_slope, points, order, spread, mask)
     if not with_inv_bandwidth:
         return d_numbers, None
@@ -610,7 +610,7 @@ def short_rows_kernel(
     row = tl.program_id(0).to(tl.int64) * N
     inside, here = n < N, n < length
     ones = tl.where(here, 1.0, 0.0)
-    weights, _ = times_kappa(ones, ones, s)
+    weights, _ = scan_times_kappa(ones, ones, s)
     z = one_over(weights, here)
     tl.store(z_ptr + row + n, z, mask=inside)
     values_ptr += row * D
@@ -621,7 +621,7 @@ def short_rows_kernel(
         two = d + 1 < D
         first = tl.load(values_ptr + source + d, mask=here, other=0.0) * in_scale
         second = tl.load(values_ptr + source + d + 1, mask=here & two, other=0.0) * in_scale
-        first, second = times_kappa(first, second, s)
+        first, second = scan_times_kappa(first, second, s)
         first = tl.where(here, first * out_scale, 0.0)
         second = tl.where(here, second * out_scale, 0.0)
         tl.store(out_ptr + target + d, first, mask=inside)
@@ -680,7 +680,7 @@ def short_rows_grad_kernel(
 
 def values_fit(shape: Shape) -> bool:
     """Whether these kernels take values of this shape, (batch, N, d)."""
-    return 0 < shape[2] <= MOST_WIDTH and row_fits(shape[:2])
+    return 0 < shape[2] <= MOST_ROW_WIDTH and row_fits(shape[:2])
 
 
 @once

@@ -40,10 +40,10 @@ from espformer.ops.esp.triton.primitives import (
 from espformer.ops.esp.triton.short_plan import (
     backwards,
     group_decays,
+    group_points,
+    group_times_kappa,
     rank_decays,
-    rank_points,
     scan_pair,
-    times_kappa,
 )
 
 LEAST_PAIRS = 1024  # (head, slice) pairs; with fewer, four warps for each may be faster
@@ -86,7 +86,7 @@ def short_column_kernel(
     points_ptr += pair * N
     inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
     rate = inv_bandwidth * LOG2E
-    points = rank_points(points_ptr, N, R, G)
+    points = group_points(points_ptr, N, R, G)
     u, x = (), ()
     for r in tl.static_range(R):
         n = tl.arange(0, G) * R + r
@@ -111,7 +111,7 @@ def short_column_kernel(
             slope = (right[R - 1 - r][0] - left[r][0]) * inv_bandwidth
             tl.store(slope_ptr + pair * N + n, slope, mask=n < N)
     else:
-        sums = times_kappa(x, decays, before, behind, R, G, 1, LEVELS)
+        sums = group_times_kappa(x, decays, before, behind, R, G, 1, LEVELS)
         for r in tl.static_range(R):
             n = tl.arange(0, G) * R + r
             y = tl.sum(sums[r], 1)
@@ -221,8 +221,7 @@ def dense_column_kernel(
         if slope_ptr is not None:
             tl.store(slope_ptr + n, y * (SLOPE * inv_bandwidth), mask=n < N)
         else:
-            y = tl.where(n < length, 1.0 / tl.where(n < length, y, 1.0), 0.0)
-            tl.store(y_ptr + n, y, mask=n < N)
+            tl.store(y_ptr + n, one_over(y, n < length), mask=n < N)
 
 
 @triton.jit(do_not_specialize=("L", "HEADS"))

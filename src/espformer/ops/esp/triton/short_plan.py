@@ -70,11 +70,11 @@ LANES = 32
 # Seven are for the 197 tokens of a ViT.
 GROUP_SIZES = (1, 2, 4, 7, 8)
 # Of a group: columns at a time, and numbers, each of which takes a register of a lane.
-MOST_COLUMNS, MOST_NUMBERS = 8, 64
+MOST_COLUMNS, MOST_REGISTERS = 8, 64
 
 
 @triton.jit
-def rank_points(points_ptr, N, R: tl.constexpr, G: tl.constexpr):
+def group_points(points_ptr, N, R: tl.constexpr, G: tl.constexpr):
     """The points of every group, R tensors of (G,)."""
     points = ()
     for r in tl.static_range(R):
@@ -178,7 +178,7 @@ def scan_rows(
 
 
 @triton.jit
-def times_kappa(
+def group_times_kappa(
     x, decays, before, behind, R: tl.constexpr, G: tl.constexpr, BLOCK_D: tl.constexpr,
     LEVELS: tl.constexpr,
 ):  # fmt: skip
@@ -294,7 +294,7 @@ def zero_ranks(R: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def load_ranks(x_ptr, N, R: tl.constexpr, G: tl.constexpr):
+def load_group_ranks(x_ptr, N, R: tl.constexpr, G: tl.constexpr):
     """One number per rank, or one token, R tensors of (G,); zero past the end."""
     found = ()
     for r in tl.static_range(R):
@@ -304,7 +304,7 @@ def load_ranks(x_ptr, N, R: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def load_rows(
+def load_group_rows(
     x_ptr, tokens, scale_ptr, N, d, D: tl.constexpr, R: tl.constexpr, G: tl.constexpr
 ):  # fmt: skip
     """Columns d of the rows of tokens, times their scales, R tiles of (G, BLOCK_D); zero past the
@@ -375,27 +375,27 @@ def short_apply_kernel(
     of_scale = zero_ranks(R, G)
     for start in range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)[None, :]
-        points = rank_points(key_points_ptr, N, R, G)
-        tokens = load_ranks(key_order_ptr, N, R, G)
-        mid_scale = load_ranks(mid_scale_ptr, N, R, G)
-        x = load_rows(x_ptr, tokens, key_scale_ptr, N, d, D, R, G)
+        points = group_points(key_points_ptr, N, R, G)
+        tokens = load_group_ranks(key_order_ptr, N, R, G)
+        mid_scale = load_group_ranks(mid_scale_ptr, N, R, G)
+        x = load_group_rows(x_ptr, tokens, key_scale_ptr, N, d, D, R, G)
         decays = rank_decays(points, rate, R)
         before = group_decays(key_points_ptr, points[0], N, rate, -1, R, LEVELS)
         behind = group_decays(key_points_ptr, points[R - 1], N, rate, 1, R, LEVELS)
-        y = times_kappa(x, decays, before, behind, R, G, BLOCK_D, LEVELS)
+        y = group_times_kappa(x, decays, before, behind, R, G, BLOCK_D, LEVELS)
         w = ()
         for r in tl.static_range(R):
             w = w + (y[r] * mid_scale[r][:, None],)
 
-        points = rank_points(query_points_ptr, N, R, G)
-        tokens = load_ranks(query_order_ptr, N, R, G)
+        points = group_points(query_points_ptr, N, R, G)
+        tokens = load_group_ranks(query_order_ptr, N, R, G)
         decays = rank_decays(points, rate, R)
         before = group_decays(query_points_ptr, points[0], N, rate, -1, R, LEVELS)
         behind = group_decays(query_points_ptr, points[R - 1], N, rate, 1, R, LEVELS)
         if g_ptr is None:
-            y = times_kappa(w, decays, before, behind, R, G, BLOCK_D, LEVELS)
+            y = group_times_kappa(w, decays, before, behind, R, G, BLOCK_D, LEVELS)
         else:
-            g = load_rows(g_ptr, tokens, query_scale_ptr, N, d, D, R, G)
+            g = load_group_rows(g_ptr, tokens, query_scale_ptr, N, d, D, R, G)
             y = None if out_ptr is None else w
             left, y = scan_pair(
                 w, g, y, query_points_ptr, points, decays, before, N, -1, MID, SCALE, R, G, BLOCK_D,
@@ -474,7 +474,7 @@ def config(ranks: int, width: int) -> dict[str, int]:
     """Ranks of a group, groups, and columns at a time: as many as registers allow."""
     least = ceil_div(max(1, ranks), LANES)
     size = next((size for size in GROUP_SIZES if size >= least), least)
-    columns = min(MOST_COLUMNS, power_of_2(width), MOST_NUMBERS // power_of_2(size))
+    columns = min(MOST_COLUMNS, power_of_2(width), MOST_REGISTERS // power_of_2(size))
     return {
         "R": size, "G": LANES, "LEVELS": LANES.bit_length() - 1, "BLOCK_D": max(1, columns)
     }  # fmt: skip

@@ -652,7 +652,7 @@ def slices_at_once(count: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)  # one object for every shape: the key of what is made of it
-class Packing:
+class TokenSort:
     """How tokens of a shape become words, and the launches that pack and rank them."""
 
     sides: int  # one tensor of tokens, or two
@@ -729,22 +729,24 @@ class Packing:
         return Launch(unpack_kernel, grid, **arguments, BLOCK=1024)
 
 
-_packing = once(Packing)
+_token_sort = once(TokenSort)
 
 
 def pack_tokens(
     x: Tensor, y: Tensor | None, slices: Tensor | None, mask: Tensor | None, scale: float
-) -> tuple[Packing, Tensor]:
+) -> tuple[TokenSort, Tensor]:
     """The points of one or two (batch, N, m) tensors on every slice as sortable integers."""
     along = None if slices is None else slices.shape
-    packing = _packing(1 if y is None else 2, x.shape, x.dtype, along, mask is not None, scale)
-    packed = torch.empty(packing.packed[0], device=x.device, dtype=packing.packed[1])
+    token_sort = _token_sort(
+        1 if y is None else 2, x.shape, x.dtype, along, mask is not None, scale
+    )
+    packed = torch.empty(token_sort.packed[0], device=x.device, dtype=token_sort.packed[1])
     flags = None if mask is None else mask.view(torch.uint8)
     if slices is None:
-        packing.pack(x, y, flags, packed)
+        token_sort.pack(x, y, flags, packed)
     else:
-        packing.pack(x, y, slices, flags, packed)
-    return packing, packed
+        token_sort.pack(x, y, slices, flags, packed)
+    return token_sort, packed
 
 
 def _row_launch(kernel: Any, shape: Shape, heads: int, **constants: Any) -> Launch:
@@ -804,15 +806,15 @@ def sort_points(
         last, where the points repeat the last real one; and the spread, (batch, L), or None. A
         slice that holds NaN or an infinity is all NaN.
     """
-    packing, packed = pack_tokens(x, y, slices, mask, scale)
-    points = torch.empty(packing.ranked, device=x.device, dtype=torch.float32)
-    order = torch.empty(packing.ranked, device=x.device, dtype=torch.int32)
-    spread = points.new_empty(packing.ranked[:2]) if in_spreads else None
-    if packing.at_once:
-        packing.rank(packed, lengths, points, order, spread)
+    token_sort, packed = pack_tokens(x, y, slices, mask, scale)
+    points = torch.empty(token_sort.ranked, device=x.device, dtype=torch.float32)
+    order = torch.empty(token_sort.ranked, device=x.device, dtype=torch.int32)
+    spread = points.new_empty(token_sort.ranked[:2]) if in_spreads else None
+    if token_sort.at_once:
+        token_sort.rank(packed, lengths, points, order, spread)
     else:
         packed, _ = sort_rows(packed)
-        packing.rank(packed, lengths, points, order)
+        token_sort.rank(packed, lengths, points, order)
         if spread is not None:
             _spreads(points.shape, x.shape[0])(points, lengths, spread)
     return points, order, spread
