@@ -266,7 +266,7 @@ def test_ranks_are_those_of_a_stable_sort(tokens: int, dtype: torch.dtype) -> No
     assert torch.equal(order.long(), index)
 
 
-@pytest.mark.parametrize("heads", [300, 3], ids=["a warp per row", "warps share rows"])
+@pytest.mark.parametrize("heads", [300, 3])
 @pytest.mark.parametrize("tokens", [17, 32, 197, 1000])
 def test_tied_points_stay_tied_in_units_of_the_spread(tokens: int, heads: int) -> None:
     """Lanes that hold tied points divide them by the same bits."""
@@ -279,7 +279,7 @@ def test_tied_points_stay_tied_in_units_of_the_spread(tokens: int, heads: int) -
         assert torch.equal(points.diff(dim=-1) == 0, numbers.diff(dim=-1) == 0)
 
 
-@pytest.mark.parametrize("heads", [6, 600], ids=["warps share rows", "a warp per row"])
+@pytest.mark.parametrize("heads", [6, 600])
 @pytest.mark.parametrize("tokens", [197, 1000, 5000])
 def test_projected_points_are_sorted(tokens: int, heads: int) -> None:
     """Points are those of the order that was found, in float32, and ascend."""

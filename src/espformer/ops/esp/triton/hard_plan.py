@@ -104,7 +104,7 @@ def _match_launch(token_sort: TokenSort) -> Launch:
     words, pairs, tokens = token_sort.words, token_sort.pairs, token_sort.shape[1]
     return Launch(
         match_kernel, (pairs,), N=tokens, PAIRS=pairs, weight=1 / token_sort.count,
-        **words.arguments, **sort_config(tokens, pairs),
+        **words.arguments, **sort_config(tokens),
     )  # fmt: skip
 
 

@@ -52,13 +52,9 @@ from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_
 from espformer.ops.esp.triton.primitives import load_one_of_two, rounded_product, store_one_of_two
 
 MOST_TOKENS = 1 << 16  # whose index has 16 bits
-# Words that one program sorts or merges.
+# Words that one warp sorts or merges. More warps would have to exchange words through shared
+# memory.
 RUN = 1024
-# A warp sorts a row by itself, in its registers, if there are enough rows to keep a GPU busy. If
-# there are fewer than MANY_WARPS, several warps sort a row, and exchange words through shared
-# memory: every warp then has less to do, and less code to fetch.
-MANY_WARPS, MOST_WARPS = 4096, 4
-LEAST_HELD = 4  # words of a thread
 # As in `espformer.ops.esp.problem.with_spread`: the least size of points, and the least spread as a
 # share of it.
 LEAST_SIZE = torch.finfo(torch.float32).tiny ** 0.75
@@ -279,13 +275,12 @@ def merge_runs_kernel(
     tl.store(out_ptr + row + n, merged(words_ptr + row, start, N, LENGTH, BLOCK, DIMS), mask=n < N)
 
 
-def sort_config(tokens: int, rows: int) -> dict[str, Any]:
-    """Launch configuration for sorting that many rows of at most 1024 words: up to 32 words per
-    thread, loaded in vectors of 8.
+@once
+def sort_config(tokens: int) -> dict[str, Any]:
+    """Launch configuration for sorting a row of at most 1024 words in one warp: up to 32 words per
+    thread.
     """
-    block = max(2, power_of_2(tokens))
-    wanted = min(MOST_WARPS, MANY_WARPS // max(1, rows), block // (32 * LEAST_HELD))
-    return words_config(block, 1 << max(0, wanted.bit_length() - 1), 8)
+    return words_config(max(2, power_of_2(tokens)), 1, 8)
 
 
 def words_config(block: int, warps: int, most: int) -> dict[str, Any]:
@@ -328,8 +323,7 @@ def sort_rows(words: Tensor, runs: int = 1) -> tuple[Tensor, int]:
 
 @once
 def _sort_runs(rows: int, tokens: int) -> Launch:
-    runs = ceil_div(tokens, RUN)
-    return Launch(sort_runs_kernel, (rows, runs), N=tokens, **sort_config(RUN, rows * runs))
+    return Launch(sort_runs_kernel, (rows, ceil_div(tokens, RUN)), N=tokens, **sort_config(RUN))
 
 
 @once
@@ -723,7 +717,7 @@ class TokenSort:
         if self.at_once:
             return Launch(
                 rank_kernel, (pairs,), LEAST_SIZE=LEAST_SIZE, LEAST_SHARE=LEAST_SHARE,
-                **arguments, **sort_config(tokens, pairs),
+                **arguments, **sort_config(tokens),
             )  # fmt: skip
         grid = pairs, ceil_div(tokens, 1024)
         return Launch(unpack_kernel, grid, **arguments, BLOCK=1024)
