@@ -10,6 +10,7 @@ from typing import Any
 
 from espformer.lab.errors import RunError, UserError
 from espformer.lab.recipes.recipe import Recipe, load_recipe
+from espformer.lab.results.claims import name_of
 from espformer.lab.results.result_files import read_file
 from espformer.lab.results.result_tables import in_order
 from espformer.lab.training.run_directory import read_curves
@@ -23,9 +24,9 @@ _CURVES = (
     ("attention", ("attention/row_error", "attention/column_error", "attention/entropy")),
     ("sort temperature", ("sort_temperature",)),
 )
-# Rows of mnist-patch-size that the paper has; two of them stand beside ours as well.
-_PAPER = ("transformer", "difftransformer", "sinkformer", "espformer")
-_BESIDE = ("sinkformer", "espformer")
+# Rows of mnist-patch-size that the paper has; two of them are shown with ours as well.
+_PAPER = tuple(map(name_of, ("transformer", "difftransformer", "sinkformer", "espformer")))
+_BOTH = tuple(map(name_of, ("sinkformer", "espformer")))
 
 
 def patch_size(path: Path) -> Any:
@@ -34,11 +35,13 @@ def patch_size(path: Path) -> Any:
     from espformer.lab.plots.scores import Score
 
     title, runs = _read(path, "patch-size")
-    scores = [Score(run["mechanism"], run["setting"], run["scores"]["test"]) for run in runs]
+    scores = [
+        Score(name_of(run["mechanism"]), run["setting"], run["scores"]["test"]) for run in runs
+    ]
     ours = [name for name in dict.fromkeys(s.series for s in scores) if name not in _PAPER]
     panels = {
         "Attentions of the paper": _PAPER,
-        "Variants of ESP, at another scale": (*_BESIDE, *ours),
+        "Variants of ESP, at another scale": (*_BOTH, *ours),
     }
     return plots.scores_by_setting(
         scores, title, _unit(runs), _conditions(runs, path),
@@ -58,7 +61,7 @@ def softness(path: Path) -> Any:
         mechanism, value = run["config"]["mechanism"], run["scores"]["test"]
         esp = mechanism.get("esp") if isinstance(mechanism, dict) else None
         if esp is None:
-            others.setdefault(run["mechanism"], []).append(value)
+            others.setdefault(name_of(run["mechanism"]), []).append(value)
             continue
         name = f"{esp['metric']} metric" + (", balanced" if esp.get("balance") == "both" else "")
         if not esp.get("learn_temperature"):
@@ -152,7 +155,7 @@ def plot_experiment(recipe: Recipe, results: list[dict[str, Any]]) -> Any:
         from espformer.lab.plots.scores import Score, scores_by_setting
 
         scores = [
-            Score(r["mechanism"], r["setting"], r["scores"][score])
+            Score(name_of(r["mechanism"]), r["setting"], r["scores"][score])
             for r in results
             if score in r["scores"]
         ]
