@@ -30,7 +30,7 @@ _BOTH = tuple(map(name_of, ("sinkformer", "espformer")))
 
 
 def patch_size(path: Path) -> Any:
-    """Return the paper's figure, and beside it the rows that the paper does not have."""
+    """Return the paper's figure, and next to it the rows that the paper does not have."""
     from espformer.lab import plots
     from espformer.lab.plots.scores import Score
 
@@ -84,7 +84,7 @@ FIGURES: dict[str, tuple[str, Callable[[Path], Any]]] = {
 
 
 def draw_beside(directory: Path) -> list[Path]:
-    """Draw the figures of the files in a directory, each beside its file and named like it."""
+    """Draw the figures of the files in a directory, each next to its file and named like it."""
     from espformer.lab.plots import save_figure
 
     files = {directory / f"{name}.json": draw for name, draw in FIGURES.values()}
@@ -160,8 +160,8 @@ def plot_experiment(recipe: Recipe, results: list[dict[str, Any]]) -> Any:
             if score in r["scores"]
         ]
         seeds = len({r["seed"] for r in results})
-        told = f"Mean and standard deviation of {seeds} seed{'' if seeds == 1 else 's'}."
-        figure = scores_by_setting(scores, recipe.title, results[0]["score"], told)
+        conditions = f"Mean and standard deviation of {seeds} seed{'' if seeds == 1 else 's'}."
+        figure = scores_by_setting(scores, recipe.title, results[0]["score"], conditions)
         if timed:
             figure.axes[0].set_yscale("log")
         return figure

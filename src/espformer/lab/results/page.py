@@ -45,7 +45,7 @@ _GAP = f"""\
 A gap is the first score minus the second, in points, over the settings and seeds that both have, so
 it may differ from that of the means above. The paper's is the mean over the settings that were run
 here, if it prints numbers. Ours has a 95 % interval; if that is wider than {UNCERTAIN} points, the
-gap is too uncertain to say. How a claim is judged is said [below](#how-a-claim-is-judged). ¹ marks
+gap is too uncertain to say. See [how a claim is judged](#how-a-claim-is-judged). ¹ marks
 experiments whose learning rate or number of epochs is not the paper's, as their sections say:
 there, "the paper's settings" are those of its attention alone.
 """
@@ -133,7 +133,7 @@ def first_page(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
     """Return what became of the paper's claims, with its settings and with our defaults.
 
     Args:
-        every: experiments and their runs; those of the paper that are missing are said to be.
+        every: experiments and their runs; those of the paper that are missing count as not run.
     """
     # Rows by claim, and outcomes: of the paper's claims, and of those about our defaults.
     rows: dict[bool, dict[str, list[list[str]]]] = {n: defaultdict(list) for n in (True, False)}
@@ -211,7 +211,7 @@ def _elsewhere(others: list[Outcome]) -> str:
     """Say how many claims were tested on other data instead, and how many of them held."""
     if not others:
         return ""
-    held = sum(verdict(*pair).outcome == "held" for _, _, *pair in others)
+    held = sum(verdict(claim, found).outcome == "held" for _, _, claim, found in others)
     return (
         f", but {len(others)} of these were tested [on other data](#claims-that-were-not-run), "
         f"where {held or 'none'} held"
@@ -227,7 +227,7 @@ def _not_run(waiting: dict[str, list[Claim]], others: list[Outcome]) -> list[str
     for name in dict.fromkeys(other.name for _, other, _, _ in others):
         same = [outcome for outcome in others if outcome[1].name == name]
         recipe, other, _, _ = same[0]
-        outcomes = Counter[str](verdict(*pair).outcome for _, _, *pair in same)
+        outcomes = Counter[str](verdict(claim, found).outcome for _, _, claim, found in same)
         lines += _wrapped(
             f"Of the claims about {recipe.title}, {len(same)} were tested on other data instead, "
             f"in [{other.title}](#{anchor(other.title)}): {in_numbers(outcomes)}."
