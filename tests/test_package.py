@@ -153,9 +153,11 @@ def test_core_needs_torch_alone():
         import espformer
 
         root = pathlib.Path(espformer.__file__).parent
-        core = "ops/*.py", "ops/*/*.py", "functional*.py", "nn/**/*.py", "models/**/*.py"
-        for pattern in (*core, "sorting/*.py"):
-            for path in sorted(root.glob(pattern)):
+        core = "ops/*.py", "ops/*/*.py", "functional/*.py", "nn/**/*.py", "models/**/*.py"
+        for pattern in (*core, "sorting/*.py", "integrations/__init__.py"):
+            found = sorted(root.glob(pattern))
+            assert found, f"no file matches {pattern}"
+            for path in found:
                 if path.name == "triton.py":  # imported when a GPU is to be used
                     continue
                 module = ".".join(path.relative_to(root.parent).with_suffix("").parts)

@@ -82,7 +82,7 @@ def files_of_a_recipe() -> list[Path]:
             execute(run, run_directory(runs, run), output=runs, progress=False)
             write_report(recipe, runs, kept)
             page = results_page(kept)
-    assert "| espformer | 1 |" in page
+    assert "| ESP (`espformer`) | 1 |" in page
     return found
 
 

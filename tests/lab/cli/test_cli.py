@@ -199,7 +199,8 @@ def test_an_interrupted_experiment_leaves_what_was_finished(tmp_path, monkeypatc
     monkeypatch.setattr("espformer.lab.training.experiments.do_all", interrupted)
     command = ["reproduce", "digits", "--output", str(out), "--save", str(tmp_path / "kept")]
     CliRunner().invoke(cli.app, [*command, *SMALL])
-    assert "| transformer | 1 |" in (out / "digits" / "results.md").read_text(encoding="utf-8")
+    table = (out / "digits" / "results.md").read_text(encoding="utf-8")
+    assert "| softmax (`transformer`) | 1 |" in table
     assert '"mechanism": "transformer"' in (tmp_path / "kept" / "digits.json").read_text()
 
 
@@ -209,5 +210,5 @@ def test_reproduce_from_nothing_to_a_table(tmp_path):
         "reproduce", "digits", "--output", tmp_path, "--seeds", "0", "--jobs", "2",
         "--only", "transformer", "--only", "espformer", *SMALL,
     )  # fmt: skip
-    assert "| espformer | 1 |" in text
+    assert "| ESP (`espformer`) | 1 |" in text
     assert (tmp_path / "digits" / "results.md").read_text() in text

@@ -21,7 +21,7 @@ def test_the_table_has_a_row_for_each_attention(demonstration, runs):
     lines = [re.split(r"\s{2,}", line.strip()) for line in demonstration.text.splitlines()]
     rows = {cells[0]: cells[1:] for cells in lines if len(cells) == 8}
     names = ["Softmax", "Differential", "Sinkhorn"]
-    names += ["ESP, defaults", "ESP, paper’s t", "ESP, learnt t"]
+    names += ["Default ESP", "ESP, paper's t", "ESP, learnt t"]
     assert [name for name in rows if name != "attention"] == names
     for name, label in zip(names, demo.LABELS, strict=True):
         run = runs[label]

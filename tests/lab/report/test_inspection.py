@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from espformer.functional import esp_plan
 from espformer.lab.errors import RunError
 from espformer.lab.plots.clouds import sum_errors
 from espformer.lab.report import inspection
-from espformer.lab.report.content import _encode, _heads, _matrix, _side, attention_content
-from espformer.lab.report.inspection import Trained, open_run
+from espformer.lab.report.content import attention_content
+from espformer.lab.report.inspection import Example, Trained, open_run
 from espformer.lab.report.summary import summarise
 from espformer.lab.training.attention import slice_weights
 from espformer.nn import ESP
@@ -85,34 +86,46 @@ def test_summary_of_a_run_that_was_never_hardened(runs):
     assert row.columns > 0.05 > 1e-5 > row.rows
 
 
+def content_of(*heads):
+    """What the page gets of a run whose last layer has these matrices."""
+    example = Example(torch.zeros(1, 1, 8, 8), None, label=0, index=0, picture=torch.zeros(8, 8))
+    run = SimpleNamespace(
+        run=SimpleNamespace(data=SimpleNamespace(set="mine")), label="mine", annealed=None,
+        results={"scores": {}}, example=lambda index: example,
+        matrices=lambda example: [torch.stack(heads)],
+    )  # fmt: skip
+    content = attention_content([run], [0])
+    return content, content["maps"][0][0]
+
+
 def test_a_matrix_survives_its_encoding():
     matrix = torch.randn(5, 5)
-    made = _matrix(matrix)
-    peak = made["peak"]
-    _encode(made, peak)
+    content, (made,) = content_of(matrix)
     values = torch.tensor(list(base64.b64decode(made["bytes"]))).float().sub(128).div(127)
-    decoded = (values.square() * values.sign() * peak).view(made["shape"])
-    assert (decoded - matrix).abs().max() < 0.02 * peak
+    decoded = (values.square() * values.sign() * content["peak"]).view(made["shape"])
+    assert (decoded - matrix).abs().max() < 0.02 * matrix.abs().max()
     torch.testing.assert_close(torch.tensor(made["columns"]), matrix.sum(-2), rtol=0, atol=6e-4)
 
 
 def test_large_matrices_are_shown_by_means():
-    made = _matrix(torch.eye(300))
-    assert made["cells"].shape == (96, 96)
+    _, (made,) = content_of(torch.eye(300))
+    assert made["shape"] == [96, 96]
     assert len(made["rows"]) == 96
     assert made["off"] == ["0", "0"]
 
 
 def test_pairs_of_differential_heads_are_shown_once():
     one, other = torch.rand(2, 4, 4).unbind()
-    shown = [made["head"] for made in _heads(torch.stack([one, one, other, other]))]
-    assert shown == ["heads 1 and 2", "heads 3 and 4"]
-    assert [made["head"] for made in _heads(torch.stack([one, other]))] == ["head 1", "head 2"]
+    _, shown = content_of(one, one, other, other)
+    assert [made["head"] for made in shown] == ["heads 1 and 2", "heads 3 and 4"]
+    _, shown = content_of(one, other)
+    assert [made["head"] for made in shown] == ["head 1", "head 2"]
 
 
 @pytest.mark.parametrize(("tokens", "side"), [(16, 4), (17, 4), (196, 14), (15, None)])
 def test_patches_along_an_edge(tokens, side):
-    assert _side(tokens) == side
+    content, _ = content_of(torch.eye(tokens))
+    assert content["side"] == side
 
 
 def test_an_annealing_that_trained_nothing_is_left_out(runs, tmp_path):

@@ -135,11 +135,13 @@ def test_the_section_says_what_happened():
     assert "settings not run: patch=1, patch=2, patch=14, patch=28" in text
     assert "data: a part of it" in text
     (claim,) = [line for line in text.splitlines() if "more accurate than softmax" in line]
-    assert "(the paper) | `espformer` − `transformer` | +" in claim
+    assert "(the paper) | ESP − softmax | +" in claim
     assert "| 6 | < 0.0001 | ✓ held | patch=4 +" in claim
     assert recipe.note.splitlines()[0] in text
     assert "ESP attention is more accurate than differential" not in text, "it was not run"
     assert "24 runs, seeds 0, 1, 2; 24.0 min of training, summed over runs.\n" in text
+    assert "| softmax (`transformer`) | 3 | " in text
+    assert "`espformer recipes mnist-patch-size`. `espformer` has the paper's settings.\n" in text
 
 
 def test_runs_that_lost_the_time_before_a_stop_are_left_out_of_the_time():
@@ -182,7 +184,7 @@ def test_settings_that_differ_are_told_with_whom_they_belong_to():
         }  # fmt: skip
     text = markdown(load_recipe("mnist-patch-size"), made)
     assert "| `trainer.epochs` | 10 (patch=4), 20 (patch=7) | 45 |" in text
-    assert "| `data.batch_size` | 8 (all but espformer), 7 (espformer) | 100 |" in text
+    assert "| `data.batch_size` | 8 (all but ESP), 7 (ESP) | 100 |" in text
 
 
 def test_overrides_of_the_runs_before_are_told_one_by_one():
@@ -492,6 +494,9 @@ def test_the_first_page_puts_our_gap_beside_the_papers():
     assert "are not decided (?), 1 of them because they have a single pair of runs" in " ".join(
         first_page([(recipe, made[:2])])
     )
+    assert "Of the 1 that held, 0 rest on two or three pairs of runs." in text
+    few = [run for run in made if run["setting"] == "200 images"]
+    assert "Of the 1 that held, 1 rest on" in " ".join(first_page([(recipe, few)]))
     assert first_page([]) == []
     former = [{**run, "mechanism": "former name", "setting": "5000 images"} for run in made[:2]]
     assert first_page([(recipe, [*made, *former])]) == lines, "rows that the recipe has no more"
@@ -499,6 +504,57 @@ def test_the_first_page_puts_our_gap_beside_the_papers():
     assert paper_gap(claim, load_recipe("cats-dogs-slicers")) == pytest.approx(79.47 - 77.75)
     figure = CLAIMS["mnist-patch-size"][0]
     assert paper_gap(figure, load_recipe("mnist-patch-size")) is None
+
+
+def scored(values):
+    """Results of seeds 0, 1, ... from (score before fine-tuning, score after it) by label."""
+    return [
+        {
+            "mechanism": label, "setting": "default", "seed": seed,
+            "scores": {"start": start, "test": test},
+        }
+        for label, pairs in values.items()
+        for seed, (start, test) in enumerate(pairs)
+    ]  # fmt: skip
+
+
+def test_claims_that_were_not_run_are_those_tested_on_other_data():
+    """The paper's claims about IWSLT'14, asked of Multi30k: what became of them is counted."""
+    run = load_recipe("digits"), scored({"espformer": [(0, 1)], "transformer": [(0, 2)]})
+    assert first_page([run]) == [], "no claim of the paper was tested"
+    patches = [(load_recipe("mnist-patch-size"), runs())]
+    assert "on other data" not in " ".join(first_page(patches))
+    instead = load_recipe("multi30k-plug-and-play")
+    made = scored({
+        "transformer": [(33.0, 34.0), (33.1, 34.2), (33.2, 34.4)],
+        "sinkformer": [(30.0, 33.0), (30.1, 33.3), (30.2, 33.5)],
+        "espformer": [(31.0, 33.1), (31.2, 33.2), (31.3, 33.6)],
+    })  # fmt: skip
+    lines = first_page([*patches, (instead, made)])
+    text = " ".join(lines)
+    assert "but 4 of these were tested [on other data](#claims-that-were-not-run)" in text
+    assert "where 1 held." in text
+    begin = lines.index("### Claims that were not run")
+    assert "IWSLT'14, plug-and-play and fine-tuning (6)" in " ".join(lines[begin:])
+    assert "1 held (✓), 2 did not (✗), and 1 are not decided (?)." in " ".join(lines[begin:])
+    (row,) = [line for line in lines[begin:] if "better than Sinkhorn attention before" in line]
+    assert "fine-tuning | +0.02 | +1.07 (" in row
+    assert row.endswith("| ✓ held |")
+
+
+def test_runs_that_did_not_learn_are_marked():
+    """One of two runs at chance: neither its mean nor its distance to others says anything."""
+    made = [
+        {"mechanism": label, "setting": "published", "seed": seed, "scores": {"test": value}}
+        for label, values in (("difftransformer", (74.6, 50.0)), ("espformer", (86.4, 86.0)))
+        for seed, value in enumerate(values)
+    ]
+    lines = first_page([(load_recipe("imdb"), made)])
+    (row,) = [line for line in lines if line.startswith("| [IMDb]")]
+    assert "| 62.30² (85.45) |" in row
+    assert "² marks means of runs" in " ".join(lines)
+    (row,) = [line for line in lines if "more accurate than differential" in line]
+    assert "| too uncertain to say (-129.85 to +177.65) | ? not decided |" in row
 
 
 def test_the_page_of_this_repository_is_made_of_its_results():
@@ -547,7 +603,7 @@ def test_results_without_a_recipe_have_their_section(tmp_path):
     save_file(dataclasses.replace(made, experiment="mine", title="Mine"), tmp_path / "mine.json")
     text = results_page(tmp_path)
     assert "## Mine" in text
-    assert "| espformer | 3 |" in text
+    assert "| ESP (`espformer`) | 3 |" in text
 
 
 def test_revision_can_be_told(monkeypatch):

@@ -344,11 +344,11 @@ def test_mean_and_deviation_beside_the_paper():
     recipe = load_recipe("cats-dogs")
     results = [result("espformer", "200 images", s, test=50.0 + s, best=99.0) for s in range(3)]
     text = markdown(recipe, results)
-    assert "| espformer | here | 3 | 51.00 ± 1.00 |\n|  | paper |  | 55.66 ± 3.95 |" in text
+    assert "| ESP (`espformer`) | here | 3 | 51.00 ± 1.00 |\n|  | paper |  | 55.66 ± 3.95 |" in text
     assert "command" not in text, "Python called, no command"
     assert "99.0" not in text, "the best epoch was chosen on the test data"
     alone = markdown(recipe, results[:1])
-    assert "| espformer | here | 1 | 50.00 |" in alone, "one run has no deviation"
+    assert "| ESP (`espformer`) | here | 1 | 50.00 |" in alone, "one run has no deviation"
 
 
 def test_settings_stand_side_by_side():
@@ -357,7 +357,7 @@ def test_settings_stand_side_by_side():
     results = [result("espformer", s, 0, test=float(v)) for s, v in names]
     text = markdown(recipe, results)
     assert "| mechanism |  | runs | 200 images | 5000 images |" in text
-    assert "| espformer | here | 1 | 55.00 | 75.00 |" in text
+    assert "| ESP (`espformer`) | here | 1 | 55.00 | 75.00 |" in text
     assert "|  | paper |  | 55.66 ± 3.95 | 75.40 ± 0.38 |" in text
     assert "settings not run: 2000 images" in text
     assert "20000 images: the files have 5,000 training images" in text
@@ -367,7 +367,7 @@ def test_best_median_mean_worst_beside_the_paper():
     recipe = load_recipe("imdb")
     results = [result("espformer", "pooled", s, test=v) for s, v in enumerate((85, 86, 88, 84))]
     text = markdown(recipe, results)
-    assert "| espformer | here | 4 | 88.00 | 85.50 | 85.75 | 84.00 |" in text
+    assert "| ESP (`espformer`) | here | 4 | 88.00 | 85.50 | 85.75 | 84.00 |" in text
     assert "|  | paper |  | 85.50 | 85.50 | 85.47 | 85.40 |" in text
     both = markdown(recipe, [*results, result("espformer", "published", 0, test=80.0)])
     assert "| pooled: best | pooled: median |" in both
@@ -399,15 +399,15 @@ def test_differences_are_from_the_paper_where_it_tells():
 def test_plugged_and_tuned_beside_the_paper():
     recipe = load_recipe("iwslt14-plug-and-play")
     text = markdown(recipe, [result("diff-espformer", "default", 0, start=30.0, test=31.0)])
-    assert "| diff-espformer, before fine-tuning | here | 1 | 30.00 | 30.00 |" in text
+    assert "| differential ESP, before fine-tuning | here | 1 | 30.00 | 30.00 |" in text
     assert "|  | paper |  | 33.72 | – |" in text
-    assert "| diff-espformer | here | 1 | 31.00 | 31.00 |" in text
+    assert "| differential ESP (`diff-espformer`) | here | 1 | 31.00 | 31.00 |" in text
 
 
 def test_what_the_paper_does_not_print():
     recipe = load_recipe("mnist-patch-size")
     text = markdown(recipe, [result("espformer", "patch=4", 0, test=97.0)])
-    assert "| espformer | 1 | 97.00 |" in text
+    assert "| ESP (`espformer`) | 1 | 97.00 |" in text
     assert "|  | paper |" not in text
     incomplete = markdown(load_recipe("iwslt14"), [result("other", "default", 0, test=9.0)])
     assert "| other | here | 1 | 9.00 | 9.00 |" in incomplete
@@ -435,7 +435,7 @@ def test_report_and_figures(recipe, tmp_path):
         execute(run, output / "tiny" / "plain" / "transformer" / f"seed-{seed}", progress=False)
     path, text = write_report(recipe, output)
     assert path.read_text() == text
-    assert "| transformer | 2 |" in text
+    assert "| softmax (`transformer`) | 2 |" in text
     assert "error of row sums" in text
     kept = read_file(output / "tiny" / "results.json")
     assert [run["seed"] for run in kept.runs] == [0, 1]
@@ -444,7 +444,7 @@ def test_report_and_figures(recipe, tmp_path):
     pytest.importorskip("matplotlib")
     (scores,) = plot_experiment(recipe, collect(recipe, output)).axes
     (line,) = scores.get_legend_handles_labels()[1]
-    assert line == "transformer"
+    assert line == "softmax"
     curves = plot_run(output / "tiny" / "plain" / "transformer" / "seed-0").axes
     assert [axis.get_title() for axis in curves] == ["loss", "score", "attention"]
     with pytest.raises(RunError, match="nothing was logged"):

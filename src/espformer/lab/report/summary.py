@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from espformer.lab.names import NAMES
 from espformer.lab.plots import clouds
 from espformer.lab.plots.clouds import sum_errors
 from espformer.lab.report.inspection import Trained
@@ -19,20 +20,6 @@ NOTE = (
 )
 """The meaning of the columns."""
 
-# How the mechanisms of the recipes are called in pictures.
-NAMES = {
-    "transformer": "Softmax",
-    "difftransformer": "Differential",
-    "sinkformer": "Sinkhorn",
-    "espformer": "ESP",
-    "espformer-spread": "ESP, defaults",
-    "espformer-paper": "ESP, paper’s t",
-    "espformer-learnt": "ESP, learnt t",
-    "espformer-balanced": "ESP, balanced",
-    "espformer-soft": "ESP, softer",
-    "espformer-absolute": "ESP, absolute",
-    "diff-espformer": "Differential ESP",
-}
 # Examples whose attention is looked at for the errors of its sums.
 LOOKED_AT = 16
 
@@ -53,8 +40,14 @@ class Summary(NamedTuple):
 
 
 def name_of(label: str) -> str:
-    """Return the name of a mechanism for people; labels that we do not know are names already."""
-    return NAMES.get(label, label)
+    """Return the name of a row, as it stands at the head of a table or a picture.
+
+    Example:
+        >>> name_of("transformer"), name_of("mine")
+        ('Softmax', 'mine')
+    """
+    name = NAMES.get(label)
+    return label if name is None else f"{name[0].upper()}{name[1:]}"
 
 
 def summarise(trained: Trained) -> Summary:

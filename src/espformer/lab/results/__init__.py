@@ -1,1 +1,1 @@
-"""Results: files that keep them, tables beside the paper's, claims and their tests."""
+"""Results: files that keep them, tables next to the paper's, claims and their tests."""

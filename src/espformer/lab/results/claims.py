@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from espformer.lab.data import available, options
+from espformer.lab.names import NAMES
 from espformer.lab.recipes.recipe import Recipe
 from espformer.lab.recipes.yaml_schema import Origins, Spec, parse, read_yaml
 
@@ -21,6 +22,8 @@ Result = dict[str, Any]
 
 # A loss of accuracy, or of BLEU, that is considered negligible.
 HARMLESS = 0.5
+# Points between two scores, or in an interval, from which on their mean says nothing.
+UNCERTAIN = 20
 
 
 @dataclass(frozen=True)
@@ -198,6 +201,12 @@ SCORES = {
 }  # fmt: skip
 """Scores that tables show, and what they add to the name of a row."""
 
+
+def name_of(label: str) -> str:
+    """Return the name of a row; a label that is not known is one."""
+    return NAMES.get(label, label)
+
+
 SIGNS = {"held": "✓", "failed": "✗", "open": "?"}
 """The marks of the outcomes of claims."""
 
@@ -227,13 +236,13 @@ def claims_table(recipe: Recipe, results: list[Result]) -> list[str]:
     head = ["claim", "rows", "difference, 95 % interval", "pairs", "p", "verdict"]
     lines = [[*head, "by setting"] if pooled else head]
     for claim, comparison in found:
-        rows = [label + SCORES[score] for label, score in (claim.row, claim.other)]
+        rows = [name_of(label) + SCORES[score] for label, score in (claim.row, claim.other)]
         if claim.settings is not None:
             rows = [f"{row}, {only}" for row, only in zip(rows, claim.settings, strict=True)]
         against = "" if claim.margin is None else f" (against -{claim.margin:g})"
         cells = [
             f"{claim.sentence} ({claim.source})",
-            " − ".join(f"`{row}`" for row in rows),
+            " − ".join(rows),
             gap_in_words(comparison),
             str(comparison.pairs),
             "–" if comparison.p is None else _probability(comparison.p) + against,
@@ -278,10 +287,19 @@ def compared(recipe: Recipe, results: list[Result]) -> list[tuple[Claim, Compari
 
 
 def gap_in_words(found: Comparison) -> str:
-    """Return the mean difference and its interval, where there is one."""
+    """Return the mean difference and its interval, where there is one and the mean says something.
+
+    Example:
+        >>> gap_in_words(Comparison(2, {}, 1.0, 0.5, 1.5)), gap_in_words(Comparison(1, {}, 1.0))
+        ('+1.00 (+0.50 to +1.50)', '+1.00')
+        >>> gap_in_words(Comparison(2, {}, 20.0, -100.0, 140.0))
+        'too uncertain to say (-100.00 to +140.00)'
+    """
     if found.low is None or found.high is None:
         return signed(found.mean)
-    return f"{signed(found.mean)} ({signed(found.low)} to {signed(found.high)})"
+    wide = found.high - found.low > UNCERTAIN
+    middle = "too uncertain to say" if wide else signed(found.mean)
+    return f"{middle} ({signed(found.low)} to {signed(found.high)})"
 
 
 def _probability(p: float) -> str:

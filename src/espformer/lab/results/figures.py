@@ -10,6 +10,7 @@ from typing import Any
 
 from espformer.lab.errors import RunError, UserError
 from espformer.lab.recipes.recipe import Recipe, load_recipe
+from espformer.lab.results.claims import name_of
 from espformer.lab.results.result_files import read_file
 from espformer.lab.results.result_tables import in_order
 from espformer.lab.training.run_directory import read_curves
@@ -23,22 +24,24 @@ _CURVES = (
     ("attention", ("attention/row_error", "attention/column_error", "attention/entropy")),
     ("sort temperature", ("sort_temperature",)),
 )
-# Rows of mnist-patch-size that the paper has; two of them stand beside ours as well.
-_PAPER = ("transformer", "difftransformer", "sinkformer", "espformer")
-_BESIDE = ("sinkformer", "espformer")
+# Rows of mnist-patch-size that the paper has; two of them are shown with ours as well.
+_PAPER = tuple(map(name_of, ("transformer", "difftransformer", "sinkformer", "espformer")))
+_BOTH = tuple(map(name_of, ("sinkformer", "espformer")))
 
 
 def patch_size(path: Path) -> Any:
-    """Return the paper's figure, and beside it the rows that the paper does not have."""
+    """Return the paper's figure, and next to it the rows that the paper does not have."""
     from espformer.lab import plots
     from espformer.lab.plots.scores import Score
 
     title, runs = _read(path, "patch-size")
-    scores = [Score(run["mechanism"], run["setting"], run["scores"]["test"]) for run in runs]
+    scores = [
+        Score(name_of(run["mechanism"]), run["setting"], run["scores"]["test"]) for run in runs
+    ]
     ours = [name for name in dict.fromkeys(s.series for s in scores) if name not in _PAPER]
     panels = {
         "Attentions of the paper": _PAPER,
-        "Variants of ESP, at another scale": (*_BESIDE, *ours),
+        "Variants of ESP, at another scale": (*_BOTH, *ours),
     }
     return plots.scores_by_setting(
         scores, title, _unit(runs), _conditions(runs, path),
@@ -58,7 +61,7 @@ def softness(path: Path) -> Any:
         mechanism, value = run["config"]["mechanism"], run["scores"]["test"]
         esp = mechanism.get("esp") if isinstance(mechanism, dict) else None
         if esp is None:
-            others.setdefault(run["mechanism"], []).append(value)
+            others.setdefault(name_of(run["mechanism"]), []).append(value)
             continue
         name = f"{esp['metric']} metric" + (", balanced" if esp.get("balance") == "both" else "")
         if not esp.get("learn_temperature"):
@@ -81,7 +84,7 @@ FIGURES: dict[str, tuple[str, Callable[[Path], Any]]] = {
 
 
 def draw_beside(directory: Path) -> list[Path]:
-    """Draw the figures of the files in a directory, each beside its file and named like it."""
+    """Draw the figures of the files in a directory, each next to its file and named like it."""
     from espformer.lab.plots import save_figure
 
     files = {directory / f"{name}.json": draw for name, draw in FIGURES.values()}
@@ -152,13 +155,13 @@ def plot_experiment(recipe: Recipe, results: list[dict[str, Any]]) -> Any:
         from espformer.lab.plots.scores import Score, scores_by_setting
 
         scores = [
-            Score(r["mechanism"], r["setting"], r["scores"][score])
+            Score(name_of(r["mechanism"]), r["setting"], r["scores"][score])
             for r in results
             if score in r["scores"]
         ]
         seeds = len({r["seed"] for r in results})
-        told = f"Mean and standard deviation of {seeds} seed{'' if seeds == 1 else 's'}."
-        figure = scores_by_setting(scores, recipe.title, results[0]["score"], told)
+        conditions = f"Mean and standard deviation of {seeds} seed{'' if seeds == 1 else 's'}."
+        figure = scores_by_setting(scores, recipe.title, results[0]["score"], conditions)
         if timed:
             figure.axes[0].set_yscale("log")
         return figure

@@ -14,13 +14,16 @@ from espformer.lab.recipes.schema import Grid
 from espformer.lab.results.claims import (
     CLAIMS,
     HARMLESS,
+    UNCERTAIN,
     Claim,
+    Comparison,
     anchor,
     compared,
     count_claims,
     gap_in_words,
     grid,
     in_numbers,
+    name_of,
     signed,
     verdict,
 )
@@ -38,21 +41,20 @@ score. `±` is the standard deviation over seeds. `espformer results` writes thi
 in `results/`, which `espformer reproduce --save results` writes.
 """
 
-_GAP = """\
+_GAP = f"""\
 A gap is the first score minus the second, in points, over the settings and seeds that both have, so
-it may differ from that of the means above. The paper's is the mean over the settings that
-were run here, if it prints numbers; ours has a 95 % interval. How a claim is judged is said
-[below](#how-a-claim-is-judged). ¹ marks experiments whose learning rate or number of epochs is not
-the paper's, as their sections say: there, "the paper's settings" are those of its attention alone.
+it may differ from that of the means above. The paper's is the mean over the settings that were run
+here, if it prints numbers. Ours has a 95 % interval; if that is wider than {UNCERTAIN} points, the
+gap is too uncertain to say. See [how a claim is judged](#how-a-claim-is-judged). ¹ marks
+experiments whose learning rate or number of epochs is not the paper's, as their sections say:
+there, "the paper's settings" are those of its attention alone.
 """
 
-# Rows of recipes of the paper that the first table has, and what their columns are called. The
-# paper has neither uniform attention nor our defaults.
-_COLUMNS = {
-    "uniform": "uniform", "transformer": "softmax", "difftransformer": "differential",
-    "sinkformer": "Sinkhorn", "espformer": "ESP, the paper's settings",
-    "espformer-default": "ESP, our defaults",
-}  # fmt: skip
+# Rows of recipes of the paper that are columns of the first table. The paper has neither uniform
+# attention nor our defaults.
+_COLUMNS = (
+    "uniform", "transformer", "difftransformer", "sinkformer", "espformer", "espformer-default",
+)  # fmt: skip
 
 _RULES = """\
 ## How a claim is judged
@@ -131,47 +133,111 @@ def first_page(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
     """Return what became of the paper's claims, with its settings and with our defaults.
 
     Args:
-        every: experiments and their runs; those of the paper that are missing are said to be.
+        every: experiments and their runs; those of the paper that are missing count as not run.
     """
     # Rows by claim, and outcomes: of the paper's claims, and of those about our defaults.
     rows: dict[bool, dict[str, list[list[str]]]] = {n: defaultdict(list) for n in (True, False)}
     outcomes: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     single: Counter[bool] = Counter()  # of them, those with one pair of runs
-    waiting: Counter[str] = Counter()
+    few: list[bool] = []  # of those that held, whether with two or three pairs
+    waiting: dict[str, list[Claim]] = {}
     for recipe, results in _of_the_paper(every):
         found = {id(claim): comparison for claim, comparison in compared(recipe, results)}
         mark = "¹" if trained_otherwise(recipe, TABLES[recipe.paper or ""], results) else ""
         for claim in CLAIMS[recipe.name]:
             theirs = claim.by == "the paper"
             comparison = found.get(id(claim))
-            if comparison is None:
-                waiting[recipe.title] += theirs
+            if comparison is None and theirs:
+                waiting.setdefault(recipe.name, []).append(claim)
+            elif comparison is None:
+                continue
             elif theirs or claim.front:
                 gap = paper_gap(claim, recipe, set(comparison.by_setting)) if theirs else None
                 reached = verdict(claim, comparison)
                 outcomes[theirs][reached.outcome] += 1
                 single[theirs] += comparison.pairs == 1
+                few += [comparison.pairs <= 3] if reached.outcome == "held" else []
                 cells = [f"[{recipe.title}](#{anchor(recipe.title)}){mark}"]
                 cells += ["–" if gap is None else signed(gap)] if theirs else []
                 cells += [gap_in_words(comparison), str(reached)]
                 rows[theirs][claim.sentence].append(cells)
     if not outcomes[True]:
         return []
-    short = (
+    others = _other_data(every, waiting)
+    lines = [
+        "## In short", "",
         f"- The paper's settings: of its {outcomes[True].total()} claims that were tested here, "
-        f"{in_numbers(outcomes[True], single[True])}; {waiting.total()} were not run.",
-        f"- Our defaults: of {outcomes[False].total()} such claims about them, "
-        f"{in_numbers(outcomes[False], single[False])}.",
+        f"{in_numbers(outcomes[True], single[True])}; {sum(map(len, waiting.values()))} were not "
+        f"run{_elsewhere(others)}.",
+    ]  # fmt: skip
+    if rows[False]:
+        lines.append(
+            f"- Our defaults: of {outcomes[False].total()} such claims about them, "
+            f"{in_numbers(outcomes[False], single[False])}."
+        )
+    lines.append(
+        "- Verdicts are not corrected for their number: the more claims are tested, the more hold "
+        f"by chance. Of the {len(few)} that held, {sum(few)} rest on two or three pairs of runs."
     )
-    lines = ["## In short", "", *(short if rows[False] else short[:1]), "", *_scores(every)]
+    lines += ["", *_scores(every)]
     lines += ["## The paper's claims", "", *_wrapped(_GAP)]
     head = ["claim", "experiment", "paper's gap", "our gap", "verdict"]
     lines += grid([head, *_once(rows[True])])
-    missing = "; ".join(f"{title} ({number})" for title, number in (+waiting).items())
-    lines += _wrapped(f"Claims that were not run: {missing}.") if missing else []
     if rows[False]:
         lines += ["The same with our defaults instead of the paper's settings:", ""]
         lines += grid([["claim", "experiment", "our gap", "verdict"], *_once(rows[False])])
+    return [*lines, *_not_run(waiting, others)]
+
+
+Outcome = tuple[Recipe, Recipe, Claim, Comparison]
+
+
+def _other_data(
+    every: Sequence[tuple[Recipe, list[Result]]], waiting: dict[str, list[Claim]]
+) -> list[Outcome]:
+    """Find the same claims about other data: recipe, the recipe instead of it, claim, outcome."""
+    there = {recipe.name: (recipe, results) for recipe, results in every}
+    tested: list[Outcome] = []
+    for recipe, claims in ((load_recipe(name), claims) for name, claims in waiting.items()):
+        other = there.get(TABLES[recipe.paper or ""].instead or "")
+        if other is not None:
+            found = {(c.says, c.row, c.other, c.margin): (c, got) for c, got in compared(*other)}
+            keys = [(c.says, c.row, c.other, c.margin) for c in claims]
+            tested += [(recipe, other[0], *found[key]) for key in keys if key in found]
+    return tested
+
+
+def _elsewhere(others: list[Outcome]) -> str:
+    """Say how many claims were tested on other data instead, and how many of them held."""
+    if not others:
+        return ""
+    held = sum(verdict(claim, found).outcome == "held" for _, _, claim, found in others)
+    return (
+        f", but {len(others)} of these were tested [on other data](#claims-that-were-not-run), "
+        f"where {held or 'none'} held"
+    )
+
+
+def _not_run(waiting: dict[str, list[Claim]], others: list[Outcome]) -> list[str]:
+    """List the experiments whose claims were not run, and claims tested on other data instead."""
+    if not waiting:
+        return []
+    missing = [f"{load_recipe(name).title} ({len(claims)})" for name, claims in waiting.items()]
+    lines = ["### Claims that were not run", "", *_wrapped(f"{'; '.join(missing)}.")]
+    for name in dict.fromkeys(other.name for _, other, _, _ in others):
+        same = [outcome for outcome in others if outcome[1].name == name]
+        recipe, other, _, _ = same[0]
+        outcomes = Counter[str](verdict(claim, found).outcome for _, _, claim, found in same)
+        lines += _wrapped(
+            f"Of the claims about {recipe.title}, {len(same)} were tested on other data instead, "
+            f"in [{other.title}](#{anchor(other.title)}): {in_numbers(outcomes)}."
+        )
+        rows = [["claim", "paper's gap, on its data", "our gap, on ours", "verdict"]]
+        for _, _, claim, found in same:
+            gap = paper_gap(claim, recipe)
+            said = "–" if gap is None else signed(gap)
+            rows.append([claim.sentence, said, gap_in_words(found), str(verdict(claim, found))])
+        lines += grid(rows)
     return lines
 
 
@@ -196,7 +262,7 @@ def _scores(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
         if results and {*_COLUMNS} - {"espformer-default", "uniform"} <= {*recipe.mechanisms}
     ]
     short = Counter(recipe.title.split(",")[0] for recipe, _ in shown)
-    rows, most = [], 0
+    rows, most, apart = [], 0, False
     for recipe, results in shown:
         settings = dict.fromkeys(result["setting"] for result in results)
         for setting in settings:
@@ -208,13 +274,16 @@ def _scores(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
             cells = []
             for label in _COLUMNS:
                 here = f"{means[label]:.2f}" if label in means else "–"
+                found = tested.get(label) or [0.0]
+                if max(found) - min(found) > UNCERTAIN:
+                    here, apart = f"{here}²", True
                 there = TABLES[recipe.paper or ""].numbers.get((setting, label, "test"), Number())
                 said = _middle(there)
                 cells.append(here if said is None else f"{here} ({said:.2f})")
             others = {n: mean for n, mean in means.items() if "esp" in n and n not in _COLUMNS}
             best = max(others, key=others.__getitem__, default=None)
             most = max(most, len(others))
-            cells.append("–" if best is None else f"{others[best]:.2f} `{best}`")
+            cells.append("–" if best is None else f"{others[best]:.2f}: {name_of(best)}")
             name = recipe.title.split(",")[0]
             name = f"[{recipe.title if short[name] > 1 else name}](#{anchor(recipe.title)})"
             seeds = "–".join(str(number) for number in dict.fromkeys((runs[0], runs[-1])))
@@ -229,7 +298,15 @@ def _scores(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
         f"The last column is the best of up to {most} variants of ESP, chosen by the very score "
         "that is shown, so it flatters."
     )
-    head = ["experiment", "seeds", *_COLUMNS.values(), "best variant of ESP"]
+    if apart:
+        text += (
+            f" ² marks means of runs that are more than {UNCERTAIN} points apart, which say "
+            "nothing about the attention."
+        )
+    names = {label: name_of(label) for label in _COLUMNS}
+    names["espformer"] = "ESP with the paper's settings"
+    names["espformer-default"] = "ESP with our defaults"
+    head = ["experiment", "seeds", *names.values(), "best variant of ESP"]
     return [*_wrapped(text), *grid([head, *rows])]
 
 

@@ -36,6 +36,8 @@ class Table:
     numbers: dict[Key, Number]
     out_of_reach: dict[str, str] = field(default_factory=dict)
     """Settings that cannot be run here, and why."""
+    instead: str | None = None
+    """A recipe that tests claims about this table on other data."""
 
 
 _CELLS: dict[Style, tuple[str, ...]] = {
@@ -60,6 +62,7 @@ def _read() -> dict[str, Table]:
                 for score, cell in scores.items()
             },
             table.get("out_of_reach", {}),
+            table.get("instead"),
         )
         for name, table in raw.items()
     }

@@ -11,7 +11,7 @@ from typing import Any
 from espformer.lab.clock import in_words
 from espformer.lab.recipes.recipe import Recipe, recipe_names
 from espformer.lab.recipes.yaml_schema import Origins, plain, read_text, set_path
-from espformer.lab.results.claims import SCORES, claims_table, grid
+from espformer.lab.results.claims import SCORES, claims_table, grid, name_of
 from espformer.lab.results.paper_numbers import DIFFERENCES, TABLES, Differences, Number, Table
 from espformer.lab.training.run_directory import WHERE, changes
 
@@ -73,7 +73,7 @@ def markdown(
     else:
         lines += _scores(table, results)
         if recipe.name in recipe_names():
-            lines += [f"What the rows are: `espformer recipes {recipe.name}`.", ""]
+            lines += [_rows(recipe), ""]
         if picture is not None:
             lines += [f"![{recipe.title}: the scores of the table as a figure]({picture})", ""]
         lines += claims_table(recipe, results)
@@ -111,7 +111,7 @@ def _scores(table: Table, results: list[Result]) -> list[str]:
     beside = any(key[0] in settings for key in table.numbers)
     lines = [["mechanism", *([""] if beside else []), "runs", *heads]]
     for label, score in rows:
-        name = label + SCORES[score]
+        name = name_of(label) + (SCORES[score] or _label(label))
         ours = {s: values.get((s, label, score)) for s in settings}
         counts = {len(v) for v in ours.values() if v}
         count = "–".join(str(n) for n in sorted({min(counts), max(counts)}))
@@ -122,6 +122,19 @@ def _scores(table: Table, results: list[Result]) -> list[str]:
             cells = [_cell(n, way) for n, (_, way) in zip(theirs, columns, strict=True)]
             lines.append(["", "paper", "", *cells])
     return grid(lines)
+
+
+def _label(label: str) -> str:
+    """What a command calls a row, where that is not its name."""
+    return "" if name_of(label) == label else f" (`{label}`)"
+
+
+def _rows(recipe: Recipe) -> str:
+    """Say what the rows are."""
+    known = f"What the rows are: `espformer recipes {recipe.name}`."
+    if recipe.paper is None or "espformer" not in recipe.mechanisms:
+        return known
+    return f"{known} `espformer` has the paper's settings."
 
 
 def _cell(number: Number, column: str) -> str:
@@ -137,18 +150,16 @@ def _cell(number: Number, column: str) -> str:
 _MEASURES = {
     "row_error": "error of row sums", "column_error": "error of column sums",
     "entropy": "entropy (uniform: 1)", "slice_weight": "largest slice weight (equal: 1)",
-    "slice_weight_summed": "the same by summed distances", "spread": "spread of projections",
-    "sort_temperature": "t",
+    "spread": "spread of projections", "sort_temperature": "t",
 }  # fmt: skip
 
 ATTENTION = """\
 Errors are mean distances of row and column sums from one, and the entropy of a row is relative to a
 uniform one, on four examples of the last evaluation; matrices with negative entries, which
 differential attention may have, are excluded. The largest slice weight is relative to equal
-weights; the column after it is what it would be if costs were neither squared nor divided by the
-number of tokens. The spread is the standard deviation of the sorted projections, and t the
-temperature. All are means over layers and heads, after the last epoch. Examples per second count
-training steps only; runs may have shared the machine with others."""
+weights. The spread is the standard deviation of the sorted projections, and t the temperature. All
+are means over layers and heads, after the last epoch. Examples per second count training steps
+only; runs may have shared the machine with others."""
 """The meaning of the columns of :func:`_attention`."""
 
 
@@ -165,7 +176,7 @@ def _attention(results: list[Result]) -> list[str]:
     ]
     for label in dict.fromkeys(result["mechanism"] for result in results):
         group = [result for result in results if result["mechanism"] == label]
-        cells = [label]
+        cells = [name_of(label)]
         for name in heads:
             numbers = [r["attention"][name] for r in group if name in r.get("attention", {})]
             form = ".4g" if name.startswith("slice_weight") else ".2g"
@@ -202,9 +213,8 @@ def _runtime(results: list[Result]) -> list[str]:
         errors = [
             f"{check[name]:.1e}" if name in check else "–" for name in ("row_error", "column_error")
         ]
-        lines.append(
-            [result["setting"], result["mechanism"], f"{result['scores']['mean']:.3g}", *errors]
-        )
+        row = [result["setting"], name_of(result["mechanism"])]
+        lines.append([*row, f"{result['scores']['mean']:.3g}", *errors])
     return grid(lines)
 
 
@@ -278,7 +288,7 @@ def _differences(recipe: Recipe, table: Table, results: list[Result]) -> list[st
         lines.append(f"settings not run: {_some(left)}")
     left = [m for m in recipe.mechanisms if m not in {r["mechanism"] for r in results}]
     if left:
-        lines.append(f"mechanisms not run: {_some(left)}")
+        lines.append(f"mechanisms not run: {_some(map(name_of, left))}")
     seeds = {r["seed"] for r in results}
     if len(seeds) != len(recipe.grid.seeds):
         lines.append(f"seeds: {len(seeds)} instead of {len(recipe.grid.seeds)}")
@@ -356,13 +366,14 @@ def _only_of(some: list[Result], results: list[Result]) -> str:
     if len(some) == len(results):
         return ""
     names = []
-    for field in ("setting", "mechanism"):
+    for field, shown in (("setting", str), ("mechanism", name_of)):
         every = dict.fromkeys(result[field] for result in results)
         here = dict.fromkeys(result[field] for result in some)
         rest = [name for name in every if name not in here]
         if rest:
             short = len(rest) == 1 and len(here) > 1
-            names.append((here, f"all but {rest[0]}" if short else _some(here), field))
+            text = f"all but {shown(rest[0])}" if short else _some(map(shown, here))
+            names.append((here, text, field))
     for here, text, field in names:  # one of the two may say it all
         if len(some) == sum(result[field] in here for result in results):
             return f" ({text})"
