@@ -9,9 +9,13 @@
 - Does it help to weigh slices by their costs? `tau-1` to `tau-100` have an inverse temperature.
   Claim, written before the runs: up to 10 the weights of the slices differ by less than a tenth
   after training, and accuracies by less than seeds do; at 100 they differ by more.
+- How many slices does a layer of few heads need? `1x64` has one head of width 64 that sorts along
+  64 slices, `1x8` the same head with 8, and so on up to four heads. Claim, written before the runs:
+  64 slices a layer are more accurate than 8 a head, in the mean over seeds, for one, two and four
+  heads, and most so for one.
 
 Prints the test accuracy after every epoch, and for ESP the largest weight of a slice times their
-number, the mean over heads and layers: 1 if all weigh alike, 4 if one has all the weight.
+number, the mean over heads and layers: 1 if all weigh alike; if one of four has all the weight, 4.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ from espformer.nn import ESP, Mechanism, Softmax
 
 TRAIN, TEST = 6_000, 4_000  # images
 EPOCHS, BATCH = 3, 100
-HEADS, HEAD_DIM = 16, 4  # four axes a head
+DIM = 64  # of the tokens, and of all heads together
+HEADS = 16  # unless the name of a variant begins with another number
 
 
 class Constant(Mechanism):
@@ -63,17 +68,23 @@ MECHANISMS: dict[str, Callable[[], Mechanism]] = {
     "constant": Constant,
     "softmax": Softmax,
     **{f"tau-{tau}": partial(ESP, inverse_temperature=float(tau)) for tau in (1, 10, 100)},
+    **{
+        f"{heads}x{slices}": partial(ESP, slices=slices)
+        for heads in (1, 2, 4)
+        for slices in (8, 64 // heads)
+    },
 }
 
 
-def learn(mechanism: Mechanism, seed: int, data_dir: str | None) -> tuple[list[float], float]:
+def learn(name: str, seed: int, data_dir: str | None) -> tuple[list[float], float]:
     """Return the test accuracy in percent after every epoch, and the largest slice weight."""
+    heads = int(name.split("x")[0]) if name[0].isdigit() else HEADS
     task = load("mnist", data_dir=data_dir)
     train, test = cast(TensorSet, task.train), cast(TensorSet, task.test)
     torch.manual_seed(seed)
     model = VisionTransformer(
-        image_size=28, channels=1, classes=10, patch_size=4, dim=64, mlp_dim=128, depth=4,
-        heads=HEADS, head_dim=HEAD_DIM, mechanism=mechanism,
+        image_size=28, channels=1, classes=10, patch_size=4, dim=DIM, mlp_dim=128, depth=4,
+        heads=heads, head_dim=DIM // heads, mechanism=MECHANISMS[name](),
     )  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     draw = torch.Generator().manual_seed(seed)
@@ -114,7 +125,7 @@ def main() -> None:
     options = parser.parse_args()
     for seed in map(int, options.seeds.split(",")):
         for name in options.only or MECHANISMS:
-            scores, weight = learn(MECHANISMS[name](), seed, options.data_dir)
+            scores, weight = learn(name, seed, options.data_dir)
             after = ", ".join(f"{score:.1f}" for score in scores)
             print(f"seed {seed} {name}: {after} (slice weight {weight:.3f})", flush=True)
 
