@@ -349,8 +349,9 @@ def soft_attention_backward(
     # Plans, applied to values.
     upstream = upstream.to(value.dtype)
     if not any(needs._replace(value=False)):
-        d_value, _ = apply_plans(upstream, kept.weights, value.shape[1], plan.transposed(), False)
-        return Gradients(None, None, d_value, None, None, None)
+        transposed = plan.transposed()
+        applied, _ = apply_plans(upstream, kept.weights, value.shape[1], transposed, False)
+        return Gradients(None, None, applied, None, None, None)
     weighed = kept.costs is not None
     ranked, of_plan = PlanGradients.new(
         plan, settings.balanced, weighed or needs.slice_logits, needs.inv_bandwidth
