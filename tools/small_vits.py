@@ -12,7 +12,8 @@
 - How many slices does a layer of few heads need? `1x64` has one head of width 64 that sorts along
   64 slices, `1x8` the same head with 8, and so on up to four heads. Claim, written before the runs:
   64 slices a layer are more accurate than 8 a head, in the mean over seeds, for one, two and four
-  heads, and most so for one.
+  heads, and most so for one. The first seed contradicted it, so `4x2` and `4x4` were added. Claim,
+  written before these: with four heads 2, 4 and 8 slices differ by less than two points.
 
 Prints the test accuracy after every epoch, and for ESP the largest weight of a slice times their
 number, the mean over heads and layers: 1 if all weigh alike; if one of four has all the weight, 4.
@@ -70,8 +71,8 @@ MECHANISMS: dict[str, Callable[[], Mechanism]] = {
     **{f"tau-{tau}": partial(ESP, inverse_temperature=float(tau)) for tau in (1, 10, 100)},
     **{
         f"{heads}x{slices}": partial(ESP, slices=slices)
-        for heads in (1, 2, 4)
-        for slices in (8, 64 // heads)
+        for heads, counts in ((1, (8, 64)), (2, (8, 32)), (4, (2, 4, 8, 16)))
+        for slices in counts
     },
 }
 
