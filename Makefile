@@ -1,4 +1,5 @@
-# Every target works in .venv, whatever environment is active. To start afresh: rm -rf .venv
+# Every target but test-gpu works in .venv, whatever environment is active. To start afresh:
+# rm -rf .venv
 PYTHON ?= python3
 # Options added to pytest, for instance: make test PYTEST_ARGS="-k sinkhorn -x"
 PYTEST_ARGS ?=
@@ -30,7 +31,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 PYTEST := $(ONE_THREAD) MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test pytest test-slow lint format demo bench bench-gpu docs dist clean
+.PHONY: help setup test pytest test-slow test-gpu lint format demo bench bench-gpu docs dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +64,10 @@ pytest: $(STAMP)
 
 test-slow: $(SLOW_STAMP) ## run the tests marked slow
 	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+# In the active environment, not in .venv: the torch that is pinned there is built for CPUs.
+test-gpu: ## run the tests that need a CUDA device, with the active Python and its torch
+	PYTHONPATH=src $(PYTHON) -m pytest -q -rfE tests/gpu $(PYTEST_ARGS)
 
 lint: $(STAMP) ## check style (ruff) and types (mypy)
 	$(BIN)/python -m ruff check .
