@@ -9,6 +9,8 @@ seed, ESPFORMER_DRAWN_ONLY the number of the one problem that is wanted. Most of
 compiling, so problems come in families of `FAMILY`: widths, dtype and options are drawn once for
 each, lengths, heads and temperatures anew for every problem.
 
+In a third of the families some inputs need no gradient, which leaves parts of the kernels out.
+
 A quarter of the families have narrow rows that stay in registers (`short_plan.py`). That is meant
 for a thousand slices, more than a problem here has, so they are told to do so with any number.
 """
@@ -40,7 +42,7 @@ ONLY = os.environ.get("ESPFORMER_DRAWN_ONLY")
 MOST_TIED = 16  # tokens whose points float32 may make equal to others'
 MOST_TOKENS, WIDTHS = 3000, range(8, 257, 8)
 FAMILY = 8
-NARROW = 0.25  # of the families
+NARROW, PARTIAL = 0.25, 0.33  # of the families
 # Elements of (heads, slices, N, M): what the dense oracle makes; and of (heads, slices, N, width),
 # which bounds the time and memory of the linear one.
 MOST_DENSE, MOST_ELEMENTS = 1 << 22, 1 << 25
@@ -64,6 +66,7 @@ class Drawn:
     slice_logits: bool
     options: dict[str, Any] = field(default_factory=dict)
     narrow: bool = False  # rows stay in registers
+    constants: tuple[str, ...] = ()  # inputs that need no gradient
 
     @property
     def hard(self) -> bool:
@@ -167,6 +170,13 @@ def draw(number: int) -> Drawn:
     family = random.Random(f"{SEED}/narrow/{number // FAMILY}")
     if family.random() < NARROW:
         make_narrow(drawn, family, random.Random(f"{SEED}/narrow/{number}"))
+    family = random.Random(f"{SEED}/partial/{number // FAMILY}")
+    if family.random() < PARTIAL:
+        needing = family.choice((("value",), ("query",), ("key",), ("query", "key"), ()))
+        drawn.constants = tuple({"query", "key", "value"} - {*needing})
+        if not needing:  # only what is learnt beside the tokens
+            drawn.learnt_temperature = not drawn.options.get("hard")
+            drawn.slice_logits |= not drawn.learnt_temperature
     return drawn
 
 
@@ -262,14 +272,19 @@ def differentiate(
 ) -> dict[str, Tensor]:  # fmt: skip
     """The output and all gradients, by name; what has none counts as zero."""
     inputs = {
-        name: (x if dtype is None else x.to(dtype)).detach().requires_grad_()
+        name: (x if dtype is None else x.to(dtype))
+        .detach()
+        .requires_grad_(name not in drawn.constants)
         for name, x in leaves.items()
     }
     out = espformer.esp_attention(**(drawn.options | inputs), **masks, backend=backend)
-    grads = torch.autograd.grad(out, list(inputs.values()), upstream.to(out), allow_unused=True)
+    varied = {name: x for name, x in inputs.items() if x.requires_grad}
+    if not out.requires_grad:  # a hard sort, of which only queries or keys need a gradient
+        return {"out": out} | {name: torch.zeros_like(x) for name, x in varied.items()}
+    grads = torch.autograd.grad(out, list(varied.values()), upstream.to(out), allow_unused=True)
     found = {
         name: torch.zeros_like(x) if grad is None else grad
-        for (name, x), grad in zip(inputs.items(), grads, strict=True)
+        for (name, x), grad in zip(varied.items(), grads, strict=True)
     }
     return {"out": out.detach()} | found
 
@@ -281,7 +296,9 @@ def wrong_parts(drawn: Drawn) -> list[str]:
         found = differentiate(drawn, leaves, masks, upstream, "triton", None)
     expected = differentiate(drawn, leaves, masks, upstream, drawn.oracle, torch.float64)
     wrong = []
-    needed = {"rows"} if drawn.learnt_temperature else {"rows", "gradients"}
+    needed = {"rows", "gradients"}
+    if drawn.learnt_temperature or drawn.constants:
+        needed = {"rows"}
     if drawn.narrow and not needed <= set(launched):
         wrong.append(f"in registers were computed only {launched}")
     # Where a plan hardly moves (one token, equal weights) a gradient has no size of its own.
