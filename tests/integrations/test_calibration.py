@@ -60,7 +60,9 @@ def test_the_same_seed_gives_the_same_weights():
     for seed in (0, 0, 1):
         torch.manual_seed(seed + 10)  # the global generator decides nothing
         model = espformer.convert(make("bert"), ESP(learn_temperature=True))
-        espformer.calibrate(model, batches("bert"), steps=3, progress=False, seed=seed)
+        espformer.calibrate(
+            model, batches("bert"), steps=3, learning_rate=1e-4, progress=False, seed=seed
+        )
         states.append(model.state_dict())
     for name, weight in states[0].items():
         assert torch.equal(weight, states[1][name])
@@ -168,6 +170,46 @@ def test_a_second_calibration_has_the_same_teacher():
     espformer.revert(model)
     for name, weight in original.state_dict().items():
         assert torch.equal(model.state_dict()[name], weight)
+
+
+def test_a_training_that_makes_the_output_worse_is_undone():
+    model = espformer.convert(make("bert"), ESP())
+    aligned = copy.deepcopy(model)
+    espformer.calibrate(aligned, batches("bert"), steps=0, progress=False)
+    with pytest.warns(UserWarning, match="2 steps at learning_rate=10 made the output worse"):
+        result = espformer.calibrate(
+            model, batches("bert"), steps=2, learning_rate=10.0, progress=False
+        )
+    assert result.after == result.aligned
+    assert len(result.losses) == 2
+    for weight, wanted in zip(model.parameters(), aligned.parameters(), strict=True):
+        assert torch.equal(weight, wanted)
+
+
+def test_autocast_is_off():
+    models = [espformer.convert(make("bert"), ESP()) for _ in range(2)]
+    plain, inside = models
+    wanted = espformer.calibrate(plain, batches("bert"), steps=3, progress=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = espformer.calibrate(inside, batches("bert"), steps=3, progress=False)
+    assert len(found.modules) == 2
+    assert (found.before, found.aligned, found.losses) == (
+        wanted.before, wanted.aligned, wanted.losses,
+    )  # fmt: skip
+
+
+def test_what_cannot_be_calibrated():
+    model = espformer.convert(make("bert"), ESP())
+    given = batches("bert")
+    with pytest.raises(TypeError, match=r"must be a list of batches, got one dict .* \[batch\]"):
+        espformer.calibrate(model, given[0])
+    with pytest.raises(TypeError, match=r"got str \(texts must be tokenised first\)"):
+        espformer.calibrate(model, ["a text"])
+    with pytest.raises(ValueError, match=r"nothing to train: .*learn_temperature=True"):
+        espformer.calibrate(model, given, train="mechanism")
+    espformer.harden(model)
+    with pytest.raises(ValueError, match=r"sorts exactly .* espformer.nn.soften\(model\) before"):
+        espformer.calibrate(model, given)
 
 
 def test_wrong_arguments():

@@ -4,7 +4,8 @@ import copy
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,6 +19,7 @@ from espformer.integrations.inputs import Inputs, call_arguments
 from espformer.integrations.native import ORIGINAL
 from espformer.integrations.slices import Call, fit_slices
 from espformer.nn import ESP, Attention, Mechanism, Softmax
+from espformer.ops.common.operators import without_autocast
 
 __all__ = ["Calibration", "calibrate", "restore_weights"]
 
@@ -36,7 +38,8 @@ class Calibration:
         before: relative error of the converted model's output on the first batch: the squared error
             divided by the variance of the original's output.
         aligned: the same after the slices were chosen.
-        after: the same after training.
+        after: the same after training; equal to `aligned` if training made it larger, since then
+            the weights from before training are kept.
         losses: the loss of every step: the mean relative error over blocks and output.
         modules: names of the attention modules for which slices were chosen.
         seconds: duration of the calibration.
@@ -80,7 +83,9 @@ def calibrate(
 
     averaged with the same error of the sequence means; i runs over tokens that are not padding.
     Dropout is off, and only the order of the batches is random. A minute on a CPU brings the model
-    part of the way; more steps, on a GPU, bring it further.
+    part of the way; more steps, on a GPU, bring it further. A few steps can make the output worse:
+    then the weights from before the training are kept, with a warning. Autocast is off, since
+    slices are fitted in high precision.
 
     :func:`espformer.revert` restores the weights from before the calibration.
 
@@ -92,7 +97,7 @@ def calibrate(
         steps: number of training steps; 0 only chooses slices.
         learning_rate: peak learning rate of the weights; temperatures and slice weights get a
             higher one from :func:`espformer.nn.parameter_groups`. It warms up during a tenth of the
-            steps and decays to zero.
+            steps, at least five, and decays to zero.
         train: "blocks" trains all weights of the blocks (layers) that contain a converted module,
             "attention" only those of the attention, "mechanism" only the mechanisms' parameters.
         choose_slices: False keeps the axes of the heads.
@@ -103,7 +108,8 @@ def calibrate(
         The errors before and after, and the loss of every step.
 
     Raises:
-        ValueError: nothing in this model was converted, or there are no batches.
+        ValueError: nothing in this model was converted, its mechanisms are hard, there is nothing
+            to train, or there are no batches.
 
     Example:
         >>> import espformer, torch
@@ -128,33 +134,82 @@ def calibrate(
         )
     if steps < 0:
         raise ValueError(f"calibrate: steps must be at least 0, got {steps}")
-    data = [call_arguments(inputs) for inputs in batches]
+    hard = [name for name, module in held.items() if getattr(_mechanism(module), "hard", False)]
+    if hard:
+        raise ValueError(
+            f"calibrate: {hard[0]} sorts exactly (hard=True), so its queries and keys get no "
+            "gradient; call espformer.nn.soften(model) before, and espformer.harden(model) after"
+        )
+    data = _batches(batches)
     if not data:
         raise ValueError("calibrate: there are no batches; give some hundred inputs, in batches")
     teacher = _teacher(model)
-    modes = {module: module.training for module in model.modules()}
     blocks = sorted({_block(name) for name in held} | {""})
     trained = _trained(model, held, blocks, train)
+    if steps and not trained:
+        raise ValueError(
+            f"calibrate: there is nothing to train: with train={train!r} only parameters of the "
+            "mechanisms are trained, and these have none (convert with ESP(learn_temperature=True) "
+            'or ESP(learn_slice_weights=True), or pass train="blocks", or steps=0)'
+        )
     _keep_weights(model, trained)
-    try:
-        model.eval()
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with without_autocast(device), _in_eval(model):
         losses: list[float] = []
         aligned: tuple[str, ...] = ()
         before = output_error(model, teacher, data[0])
         if choose_slices:
             aligned = tuple(_choose_slices(model, held, converted_modules(teacher), teacher, data))
         chosen = output_error(model, teacher, data[0])
+        untrained = {
+            name: parameter.detach().clone()
+            for name, parameter in model.named_parameters()
+            if name in trained
+        }
         for step, loss in enumerate(
             distil(model, teacher, data, blocks, trained, steps, learning_rate, seed), 1
         ):
             losses.append(loss)
             _tell(progress, step, steps, loss)
         after = output_error(model, teacher, data[0])
+        if after > chosen:
+            warnings.warn(
+                f"calibrate: {steps} steps at learning_rate={learning_rate:g} made the output "
+                f"worse (its error rose from {chosen:.3g} to {after:.3g}), so the weights from "
+                "before them are kept; take more steps (hundreds), or a lower learning_rate",
+                stacklevel=2,
+            )
+            after = chosen
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if name in untrained:
+                        parameter.copy_(untrained[name])
+    seconds = time.perf_counter() - began
+    return Calibration(before, chosen, after, tuple(losses), aligned, seconds)
+
+
+def _batches(batches: Iterable[Inputs]) -> list[Any]:
+    if isinstance(batches, Mapping | Tensor):
+        raise TypeError(
+            f"calibrate: batches must be a list of batches, got one {type(batches).__name__} (for "
+            "a single batch pass [batch])"
+        )
+    return [call_arguments("calibrate", inputs) for inputs in batches]
+
+
+def _mechanism(module: nn.Module) -> Mechanism:
+    return cast(Mechanism, getattr(module, MECHANISM))
+
+
+@contextmanager
+def _in_eval(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
     finally:
         for module, mode in modes.items():
             module.training = mode
-    seconds = time.perf_counter() - began
-    return Calibration(before, chosen, after, tuple(losses), aligned, seconds)
 
 
 def restore_weights(model: nn.Module) -> None:
@@ -252,7 +307,7 @@ def _choose_slices(
         if sum(x.shape[0] * x.shape[2] for x in next(iter(outputs.values()), [])) >= _SAMPLED:
             break
     for name in outputs:
-        mechanism = cast(Mechanism, getattr(held[name], MECHANISM))
+        mechanism = _mechanism(held[name])
         if not isinstance(mechanism, ESP):
             continue
         calls: list[Call] = []
@@ -282,7 +337,7 @@ def _listening(
         def record(_module: Any, args: Any, options: Any, output: Any, name: str = name) -> None:
             hear(name, args, options, output)
 
-        mechanism = cast(Mechanism, getattr(module, MECHANISM))
+        mechanism = _mechanism(module)
         handles.append(mechanism.register_forward_hook(record, with_kwargs=True))
     try:
         yield

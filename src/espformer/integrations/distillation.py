@@ -15,7 +15,8 @@ from espformer.ops.common.operators import tree_leaves
 
 __all__ = ["converted_modules", "distil", "output_error"]
 
-_WARM_UP = 0.1  # share of the steps in which the learning rate rises
+# The learning rate rises during this share of the steps, and at least so many.
+_WARM_UP, _LEAST_WARM_UP = 0.1, 5
 
 
 def converted_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -53,7 +54,7 @@ def distil(
     )
     try:
         for step, index in zip(range(steps), order, strict=False):
-            rate = min((step + 1) / max(1, round(_WARM_UP * steps)), 1 - step / steps)
+            rate = min((step + 1) / max(_LEAST_WARM_UP, round(_WARM_UP * steps)), 1 - step / steps)
             for group in optimiser.param_groups:
                 group["lr"] = rate * group["peak"]
             with torch.enable_grad():

@@ -55,7 +55,7 @@ def export_program(
         >>> torch.allclose(program.module()(x), model(x), atol=1e-5)
         True
     """
-    arguments, named = call_arguments(example_inputs)
+    arguments, named = call_arguments("export_program", example_inputs)
     if dynamic_shapes is None:
         names = inspect.signature(model.forward).parameters
         inputs = dict(zip(names, arguments, strict=False)) | named
@@ -137,7 +137,7 @@ def export_onnx(
 
 def _output_names(model: nn.Module, example_inputs: Inputs) -> list[str]:
     """Names of the model's outputs: the keys of a dictionary, else ``output`` with a number."""
-    arguments, named = call_arguments(example_inputs)
+    arguments, named = call_arguments("export_onnx", example_inputs)
     if getattr(getattr(model, "config", None), "return_dict", None) is False:
         named = named | {"return_dict": True}  # a model of transformers that gives a tuple
     with _for_export(model), torch.no_grad():
@@ -202,7 +202,7 @@ def onnx_difference(model: nn.Module, inputs: Inputs, path: str | Path) -> float
     """
     import onnxruntime
 
-    arguments, named = call_arguments(inputs)
+    arguments, named = call_arguments("onnx_difference", inputs)
     with _for_export(model), torch.no_grad():
         expected = tree_leaves(model(*arguments, **named))
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
