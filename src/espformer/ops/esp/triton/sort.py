@@ -431,8 +431,8 @@ def row_spread(x, n, length, LEAST_SIZE: tl.constexpr, LEAST_SHARE: tl.constexpr
     here = n < length
     count = tl.maximum(length, 1)
     size = tl.maximum(tl.max(tl.where(here, tl.abs(x), 0.0), 0), LEAST_SIZE)
-    share = tl.where(here, x / size, 0.0)
-    centred = tl.where(here, share - tl.sum(share, 0) / count, 0.0)
+    relative = tl.where(here, x / size, 0.0)
+    centred = tl.where(here, relative - tl.sum(relative, 0) / count, 0.0)
     variance = tl.sum(rounded_product(centred, centred), 0) / count
     return spread_of(variance, size, LEAST_SHARE)
 
@@ -497,9 +497,8 @@ def unpack_kernel(
 
 @triton.jit
 def mean_and_variance(points_ptr, length, size, N, BLOCK: tl.constexpr):
-    """The middle one of the first `length` points, and their mean and variance relative to it.
-
-    In units of `size`.
+    """The median of the first `length` points; and their mean and variance relative to it, in units
+    of `size`.
     """
     middle = tl.load(points_ptr + length // 2)
     sums = tl.zeros((BLOCK,), tl.float32)
