@@ -111,10 +111,7 @@ def _keep_weights_alone(directory: Path) -> None:
 
 @contextlib.contextmanager
 def described(run: Run, directory: Path) -> Iterator[None]:
-    """Write `config.yaml`; remove it if the run fails before its first checkpoint.
-
-    So the directory stays free for other settings.
-    """
+    """Write `config.yaml`; remove it if the run fails before its first checkpoint."""
     if not is_begun(directory):
         _forget(directory)
     text = yaml.safe_dump(plain(run), sort_keys=False, allow_unicode=True)
