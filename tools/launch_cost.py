@@ -1,4 +1,4 @@
-"""What Python costs in a call of the fused kernels, measured without a GPU.
+"""Cost of Python in a call of the fused kernels, measured without a GPU.
 
     python tools/launch_cost.py          # microseconds and launches of some attentions
     python tools/launch_cost.py --profile mean   # where the time of one goes

@@ -46,13 +46,15 @@ def test_softmax_is_torchs(qkv):
 
 
 @pytest.mark.parametrize("attention", [softmax_attention, sinkhorn_attention])
-@pytest.mark.parametrize("poison", [1e4, math.nan, math.inf])
-def test_padding_takes_no_part(qkv, attention, poison):
+@pytest.mark.parametrize("padding_value", [1e4, math.nan, math.inf])
+def test_padding_takes_no_part(qkv, attention, padding_value):
     q, _, v = qkv
     k, v = q.flip(2), v[:, :, :5].clone()
     lengths = [5, 3]
     mask = torch.arange(5) < torch.tensor(lengths)[:, None]
-    padded = [x.masked_fill(~mask[:, None, :, None], poison).requires_grad_() for x in (q, k, v)]
+    padded = [
+        x.masked_fill(~mask[:, None, :, None], padding_value).requires_grad_() for x in (q, k, v)
+    ]
     out = attention(*padded, mask=mask)
     out.square().sum().backward()
     for b, n in enumerate(lengths):

@@ -247,7 +247,7 @@ def test_long_sequences(metric: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("metric", ["absolute", "squared"])
 def test_balanced_long_sequences(metric: str) -> None:
-    """Scales are walked to block by block, by several warps."""
+    """Scales are scanned block by block, by several warps."""
     options = {"metric": metric, "balance": "both", "sort_temperature": 0.3}
     errors = relative_errors(torch.float32, 2500, 2500, 16, "linear", **options)
     assert max(errors.values()) <= TOLERANCE[torch.float32], errors

@@ -95,14 +95,16 @@ def test_loads_weights_in_the_layout_of_timm():
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
-@pytest.mark.parametrize("poison", [1e3, torch.nan])
-def test_padded_batch_is_each_sequence_alone(name, poison):
+@pytest.mark.parametrize("padding_value", [1e3, torch.nan])
+def test_padded_batch_is_each_sequence_alone(name, padding_value):
     torch.manual_seed(0)
     layer = Attention(12, 2, MECHANISMS[name]).double()
     lengths = [6, 4, 1]
     x = draw(3, 6, 12)
     mask = torch.arange(6) < torch.tensor(lengths)[:, None]
-    out, matrix = layer(x.masked_fill(~mask[..., None], poison), mask=mask, return_matrix=True)
+    out, matrix = layer(
+        x.masked_fill(~mask[..., None], padding_value), mask=mask, return_matrix=True
+    )
     for b, n in enumerate(lengths):
         alone, alone_matrix = layer(x[b : b + 1, :n], return_matrix=True)
         torch.testing.assert_close(out[b : b + 1, :n], alone, rtol=1e-7, atol=1e-9)

@@ -67,13 +67,15 @@ def test_matrix_times_value_is_the_output(name, n, m):
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
-@pytest.mark.parametrize("poison", [1e3, math.nan])
-def test_padded_batch_is_each_sequence_alone(name, poison):
+@pytest.mark.parametrize("padding_value", [1e3, math.nan])
+def test_padded_batch_is_each_sequence_alone(name, padding_value):
     mechanism = make(name)
     lengths = [7, 4, 1]
     q, k, v = draw(7, 7, 7)
     mask = torch.arange(7) < torch.tensor(lengths)[:, None]
-    padded = [x.masked_fill(~mask[:, None, :, None], poison).requires_grad_() for x in (q, k, v)]
+    padded = [
+        x.masked_fill(~mask[:, None, :, None], padding_value).requires_grad_() for x in (q, k, v)
+    ]
     out = mechanism(*padded, query_mask=mask, key_mask=mask)
     out.square().sum().backward()
     for b, n in enumerate(lengths):

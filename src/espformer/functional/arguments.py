@@ -353,7 +353,7 @@ def refuse_causal(name: str, is_causal: bool) -> None:
 def _padding_only(
     name: str, attn_mask: Tensor, query: Tensor, key: Tensor, *others: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What `attn_mask` says as the mask of self-attention, or else as that of the keys."""
+    """Padding by `attn_mask`: as the mask of self-attention, or else as that of the keys."""
     check_tensor(name, "attn_mask", attn_mask)
     padding = (*key.shape[:-3], 1, 1, key.shape[-2])
     alone = all(mask is None for mask in others)

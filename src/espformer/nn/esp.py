@@ -327,13 +327,13 @@ class ESP(Mechanism):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
-        shown = ["temperature_unit", "inverse_temperature", "metric", "balance"]
-        shown += [name for name in OPTIONS if name not in shown and name != "sort_temperature"]
+        always = ("temperature_unit", "inverse_temperature", "metric", "balance")
+        others = [name for name in OPTIONS if name not in (*always, "sort_temperature")]
         learnt, start = self.learn_temperature, self.options.sort_temperature
         parts = ["sort_temperature=" + ("learnt" if learnt else f"{float(start):.3g}")]
-        for i, name in enumerate(shown):
+        for name in (*always, *others):
             value = getattr(self.options, name)
-            if i < 4 or value != OPTIONS[name].default:
+            if name in always or value != OPTIONS[name].default:
                 parts.append(f"{name}={value:g}" if type(value) is float else f"{name}={value!r}")
         return ", ".join(parts)
 

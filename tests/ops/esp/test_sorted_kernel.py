@@ -14,28 +14,28 @@ from tests.compare import GRADIENT_TOLERANCE, METRICS, OUTPUT_TOLERANCE
 RANKS = [1, 2, 3, 31, 32, 33, 64, 65, 97, 200]
 
 
-def dense_product(s: Tensor, inverse_width: Tensor, x: Tensor, metric: str) -> Tensor:
-    distance = (s.unsqueeze(-1) - s.unsqueeze(-2)).abs() * inverse_width.unsqueeze(-1)
+def dense_product(s: Tensor, inv_bandwidth: Tensor, x: Tensor, metric: str) -> Tensor:
+    distance = (s.unsqueeze(-1) - s.unsqueeze(-2)).abs() * inv_bandwidth.unsqueeze(-1)
     return torch.exp(-distance if metric == "absolute" else -(distance**2)) @ x
 
 
-def linear_product(s: Tensor, inverse_width: Tensor, x: Tensor, metric: str) -> Tensor:
-    return SortedKernel(s, inverse_width, exponential_sum(metric, s.dtype))(x)
+def linear_product(s: Tensor, inv_bandwidth: Tensor, x: Tensor, metric: str) -> Tensor:
+    return SortedKernel(s, inv_bandwidth, exponential_sum(metric, s.dtype))(x)
 
 
-def with_gradients(product, s, inverse_width, x, metric):
-    leaves = [y.detach().clone().requires_grad_() for y in (s, inverse_width, x)]
+def with_gradients(product, s, inv_bandwidth, x, metric):
+    leaves = [y.detach().clone().requires_grad_() for y in (s, inv_bandwidth, x)]
     out = product(*leaves, metric)
     upstream = torch.cos(torch.arange(out.numel()) + 0.5).view_as(out).to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
 
-def assert_is_dense(s, inverse_width, x, metric):
-    found = with_gradients(linear_product, s, inverse_width, x, metric)
-    expected = with_gradients(dense_product, s, inverse_width, x, metric)
+def assert_is_dense(s, inv_bandwidth, x, metric):
+    found = with_gradients(linear_product, s, inv_bandwidth, x, metric)
+    expected = with_gradients(dense_product, s, inv_bandwidth, x, metric)
     scale = max(1.0, float(x.abs().max())) * s.shape[-1]
     assert float((found[0] - expected[0]).abs().max()) < OUTPUT_TOLERANCE[metric] * scale
-    floors = {"values": float(inverse_width.max()), "inverse_width": 1e-3, "x": 1.0}
+    floors = {"points": float(inv_bandwidth.max()), "inv_bandwidth": 1e-3, "x": 1.0}
     for (name, floor), a, b in zip(floors.items(), found[1:], expected[1:], strict=True):
         bound = GRADIENT_TOLERANCE[metric] * max(float(b.abs().max()), floor)
         assert float((a - b).abs().max()) < bound, name
@@ -49,9 +49,9 @@ def ascending(*shape: int, spread: float = 1.0) -> Tensor:
 @pytest.mark.parametrize("width", [1e-6, 1e-3, 0.1, 1.0, 30.0])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_against_the_dense_matrix(metric, width, ranks):
-    inverse_width = torch.tensor([1 / width, 3 / width], dtype=torch.float64).view(2, 1, 1)
+    inv_bandwidth = torch.tensor([1 / width, 3 / width], dtype=torch.float64).view(2, 1, 1)
     x = torch.randn(2, 3, ranks, 2, dtype=torch.float64)
-    assert_is_dense(ascending(2, 3, ranks), inverse_width, x, metric)
+    assert_is_dense(ascending(2, 3, ranks), inv_bandwidth, x, metric)
 
 
 @pytest.mark.parametrize("metric", METRICS)
@@ -93,8 +93,8 @@ def test_any_numbers(metric, ranks, width, kind, seed):
         "heavy": s**5,
     }[kind]
     x = torch.randn(1, 2, ranks, 2, dtype=torch.float64)
-    inverse_width = torch.full((1, 1, 1), 1 / width, dtype=torch.float64)
-    assert_is_dense(s.sort(-1).values, inverse_width, x, metric)
+    inv_bandwidth = torch.full((1, 1, 1), 1 / width, dtype=torch.float64)
+    assert_is_dense(s.sort(-1).values, inv_bandwidth, x, metric)
 
 
 @pytest.mark.parametrize("metric", METRICS)
@@ -114,8 +114,8 @@ def test_gradcheck(metric, ranks):
 @pytest.mark.parametrize("metric", METRICS)
 def test_the_matrix_is_symmetric_with_a_unit_diagonal(metric):
     eye = torch.eye(70, dtype=torch.float64).expand(1, 1, -1, -1)
-    inverse_width = torch.full((1, 1, 1), 2.0, dtype=torch.float64)
-    kernel = linear_product(ascending(1, 1, 70), inverse_width, eye, metric)
+    inv_bandwidth = torch.full((1, 1, 1), 2.0, dtype=torch.float64)
+    kernel = linear_product(ascending(1, 1, 70), inv_bandwidth, eye, metric)
     torch.testing.assert_close(kernel, kernel.mT, atol=1e-10, rtol=0)
     torch.testing.assert_close(kernel.diagonal(dim1=-2, dim2=-1), torch.ones_like(kernel[..., 0]))
 
@@ -126,9 +126,9 @@ def test_float32_keeps_close_numbers_apart(metric, width):
     """Numbers a few widths apart far from the origin: only their differences may be scaled."""
     s = (3 + torch.arange(100).float() * 2.0**-21).view(1, 1, 100)
     x = torch.randn(1, 1, 100, 3)
-    inverse_width = torch.full((1, 1, 1), 1 / width)
-    found = with_gradients(linear_product, s, inverse_width, x, metric)
-    expected = with_gradients(dense_product, s.double(), inverse_width.double(), x.double(), metric)
+    inv_bandwidth = torch.full((1, 1, 1), 1 / width)
+    found = with_gradients(linear_product, s, inv_bandwidth, x, metric)
+    expected = with_gradients(dense_product, s.double(), inv_bandwidth.double(), x.double(), metric)
     for a, b in zip(found, expected, strict=True):
         assert float((a - b).norm() / b.norm()) < 2e-5
 
@@ -140,10 +140,10 @@ def test_the_gradient_of_the_width_does_not_cancel_in_float32(metric, ranks):
     s = torch.rand(1, 1, ranks // 2)
     s = torch.cat([s, s + 1e-5], -1).sort(-1).values
     x = torch.randn(1, 1, ranks, 3)
-    inverse_width = torch.full((1, 1, 1), 1e5)
-    found = with_gradients(linear_product, s, inverse_width, x, metric)[2]
+    inv_bandwidth = torch.full((1, 1, 1), 1e5)
+    found = with_gradients(linear_product, s, inv_bandwidth, x, metric)[2]
     expected = with_gradients(
-        dense_product, s.double(), inverse_width.double(), x.double(), metric
+        dense_product, s.double(), inv_bandwidth.double(), x.double(), metric
     )[2]
     assert float(found) == pytest.approx(float(expected), rel=1e-4)
 
@@ -151,12 +151,12 @@ def test_the_gradient_of_the_width_does_not_cancel_in_float32(metric, ranks):
 @pytest.mark.parametrize("metric", METRICS)
 def test_extremes_do_not_overflow(metric):
     s = torch.tensor([-1e30, -1.0, 0.0, 0.0, 1.0, 1e30]).repeat(10).sort().values.view(1, 1, -1)
-    for inverse_width in (1e-6, 1.0, 1e6):
-        inverse = torch.full((1, 1, 1), inverse_width)
+    for inv_bandwidth in (1e-6, 1.0, 1e6):
+        inverse = torch.full((1, 1, 1), inv_bandwidth)
         found = with_gradients(linear_product, s, inverse, torch.ones(1, 1, 60, 1), metric)
         wide = s.double(), inverse.double(), torch.ones(1, 1, 60, 1).double()
         expected = with_gradients(dense_product, *wide, metric)
-        floors = (1.0, inverse_width, 1.0, 1.0)  # slopes of equal numbers cancel
+        floors = (1.0, inv_bandwidth, 1.0, 1.0)  # slopes of equal numbers cancel
         for a, b, floor in zip(found, expected, floors, strict=True):
             scale = max(float(b.abs().max()), floor)
             assert float((a.double() - b).abs().max()) <= 3e-5 * scale
@@ -165,10 +165,10 @@ def test_extremes_do_not_overflow(metric):
 @pytest.mark.parametrize("metric", METRICS)
 def test_only_the_gradients_asked_for(metric):
     s, x = ascending(1, 1, 50), torch.randn(1, 1, 50, 2, dtype=torch.float64)
-    inverse_width = torch.full((1, 1, 1), 2.0, dtype=torch.float64)
-    every = with_gradients(linear_product, s, inverse_width, x, metric)[1:]
+    inv_bandwidth = torch.full((1, 1, 1), 2.0, dtype=torch.float64)
+    every = with_gradients(linear_product, s, inv_bandwidth, x, metric)[1:]
     for position, expected in enumerate(every):
-        leaves = [s, inverse_width, x]
+        leaves = [s, inv_bandwidth, x]
         leaves[position] = leaves[position].clone().requires_grad_()
         out = linear_product(*leaves, metric)
         upstream = torch.cos(torch.arange(out.numel()) + 0.5).view_as(out).double()
@@ -178,8 +178,8 @@ def test_only_the_gradients_asked_for(metric):
 
 def test_a_second_derivative_is_refused():
     s = ascending(1, 1, 40).requires_grad_()
-    inverse_width = torch.full((1, 1, 1), 2.0, dtype=torch.float64)
-    out = linear_product(s, inverse_width, torch.ones(1, 1, 40, 1, dtype=torch.float64), "absolute")
+    inv_bandwidth = torch.full((1, 1, 1), 2.0, dtype=torch.float64)
+    out = linear_product(s, inv_bandwidth, torch.ones(1, 1, 40, 1, dtype=torch.float64), "absolute")
     (first,) = torch.autograd.grad(out.sum(), s, create_graph=True)
     with pytest.raises(RuntimeError, match=r'once, not twice.*backend="dense"'):
         torch.autograd.grad(first.sum(), s)

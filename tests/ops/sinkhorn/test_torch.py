@@ -77,14 +77,14 @@ def test_the_last_update_is_exact(iterations):
 
 
 @pytest.mark.parametrize("iterations", [1, 2, 3, 4])
-@pytest.mark.parametrize("poison", [0.0, 1e4, math.nan, math.inf])
-def test_padded_batch_is_each_sequence_alone(iterations, poison):
+@pytest.mark.parametrize("padding_value", [0.0, 1e4, math.nan, math.inf])
+def test_padded_batch_is_each_sequence_alone(iterations, padding_value):
     lengths = [(6, 9), (4, 2), (1, 1), (6, 3)]
     q, k, v = tokens(4, 2, 6, 8), tokens(4, 2, 9, 8, seed=1), tokens(4, 2, 9, 5, seed=2)
     query_mask = torch.arange(6) < torch.tensor([n for n, _ in lengths])[:, None, None]
     key_mask = torch.arange(9) < torch.tensor([m for _, m in lengths])[:, None, None]
     for x, mask in ((q, query_mask), (k, key_mask), (v, key_mask)):
-        x.masked_fill_(~mask[..., None], poison)
+        x.masked_fill_(~mask[..., None], padding_value)
         x.requires_grad_()
     options = {"iterations": iterations, "epsilon": 0.5, "scale": SCALE}
     masks = {"query_mask": query_mask, "key_mask": key_mask}

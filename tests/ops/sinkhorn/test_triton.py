@@ -109,17 +109,17 @@ def test_sixteen_bits(iterations: int) -> None:
 
 
 @pytest.mark.parametrize("iterations", [2, 3])
-@pytest.mark.parametrize("poison", [1e4, math.nan])
-def test_padding_holds_anything(iterations: int, poison: float) -> None:
+@pytest.mark.parametrize("padding_value", [1e4, math.nan])
+def test_padding_holds_anything(iterations: int, padding_value: float) -> None:
     inputs = [tokens(2, 1, 12, 4), tokens(2, 1, 19, 4), tokens(2, 1, 19, 4)]
     masks = {"query_mask": some(2, 12), "key_mask": some(2, 19)}
     upstream = tokens(2, 1, 12, 4)
     options = {"iterations": iterations, **masks}
     want = gradients(inputs, upstream, "triton", **options)
     query, key, value = (x.clone() for x in inputs)
-    query.masked_fill_(~masks["query_mask"][:, None, :, None], poison)
+    query.masked_fill_(~masks["query_mask"][:, None, :, None], padding_value)
     for x in (key, value):
-        x.masked_fill_(~masks["key_mask"][:, None, :, None], poison)
+        x.masked_fill_(~masks["key_mask"][:, None, :, None], padding_value)
     got = gradients([query, key, value], upstream, "triton", **options)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)

@@ -134,7 +134,7 @@ class Trainer:
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     devices: int = 1
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
-    """What several devices do: `ddp` copies the model, `fsdp` shares it out (classifiers)."""
+    """The work of several devices: `ddp` copies the model, `fsdp` shares it out (classifiers)."""
     deterministic: bool = False
     """Refuse operators whose result depends on the order of threads."""
     compile: bool = False

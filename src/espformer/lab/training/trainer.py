@@ -111,10 +111,7 @@ def _keep_weights_alone(directory: Path) -> None:
 
 @contextlib.contextmanager
 def described(run: Run, directory: Path) -> Iterator[None]:
-    """Keep `config.yaml` in the directory of a run, for whose work it speaks.
-
-    A run that fails before its first checkpoint leaves the directory free for other settings.
-    """
+    """Write `config.yaml`; remove it if the run fails before its first checkpoint."""
     if not is_begun(directory):
         _forget(directory)
     text = yaml.safe_dump(plain(run), sort_keys=False, allow_unicode=True)
@@ -143,7 +140,8 @@ def _train(
     last = directory / "last.ckpt"
     # Read before anything is built: a checkpoint that cannot be used stops the run here.
     position = _position(last, run) if last.exists() else None
-    if is_first_process():  # hardened or annealed out of an interrupted run, which now changes
+    # hard.ckpt and anneal/ belong to the older checkpoint and become stale.
+    if is_first_process():
         for name in ("hard.ckpt", "hard.json"):
             (directory / name).unlink(missing_ok=True)
         if (directory / "anneal").is_dir():

@@ -45,10 +45,6 @@ class ExponentialSum:
         """The kernel itself, ``k(x)``, for ``x ≥ 0``."""
         return decay(x) if self.metric == "absolute" else decay(x * x)
 
-    def exact_slope(self, x: Tensor) -> Tensor:
-        """Its derivative ``k'(x)``, for ``x ≥ 0``."""
-        return -decay(x) if self.metric == "absolute" else -2 * x * decay(x * x)
-
     def approximate(self, x: Tensor) -> Tensor:
         """The sum of exponentials, in float64, which is used between chunks."""
         poles = torch.tensor(self.poles, dtype=torch.complex128)

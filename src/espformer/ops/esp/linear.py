@@ -188,13 +188,13 @@ class HardMixing:
             tie = torch.nn.functional.pad(new.cumsum(-1), (1, 0))
             ones = torch.ones_like(ranking.points)
             sizes = torch.zeros_like(ones).scatter_add_(-1, tie, ones).gather(-1, tie)
-            self.tie, self.share = tie.unsqueeze(-1), (1 / sizes).unsqueeze(-1)
+            self.tie, self.inv_count = tie.unsqueeze(-1), (1 / sizes).unsqueeze(-1)
 
     def sort(self, x: Tensor) -> Tensor:
         if self.tie is None:
             return x
         tie = self.tie.expand_as(x)
-        return torch.zeros_like(x).scatter_add(-2, tie, x * self.share).gather(-2, tie)
+        return torch.zeros_like(x).scatter_add(-2, tie, x * self.inv_count).gather(-2, tie)
 
     unsort = sort
 
@@ -213,20 +213,26 @@ def slice_costs(
 ) -> Tensor:  # fmt: skip
     """D, the transport cost of every slice's plan: (batch, L)."""
     centre = problem.centre()
-    width = max(query.shape[-2], key.shape[-2]) * (query.shape[-1] + 2)
+    elements = max(query.shape[-2], key.shape[-2]) * (query.shape[-1] + 2)
 
     def costs(
-        part: slice, q: Tensor, k: Tensor, q_points: Tensor, k_points: Tensor, w: Tensor
-    ) -> Tensor:
+        part: slice, q: Tensor, k: Tensor, q_points: Tensor, k_points: Tensor,
+        inv_bandwidth: Tensor,
+    ) -> Tensor:  # fmt: skip
         mine, theirs = queries.group(part, q_points), keys.group(part, k_points)
-        a = _mixing(mine, problem, w).sort(to_ranks(moments(q - centre), mine))
-        b = _mixing(theirs, problem, w).sort(to_ranks(comoments(k - centre), theirs))
+        a = _mixing(mine, problem, inv_bandwidth).sort(to_ranks(moments(q - centre), mine))
+        b = _mixing(theirs, problem, inv_bandwidth).sort(to_ranks(comoments(k - centre), theirs))
         if coupling is not None:
             b = coupling(b)
         return (a * b).sum((-2, -1)) / mine.lengths.clamp(min=1).unsqueeze(-1)
 
     return _by_slice_groups(
-        costs, width, (query, key), (queries.points, keys.points), inv_bandwidth, concatenate=True
+        costs,
+        elements,
+        (query, key),
+        (queries.points, keys.points),
+        inv_bandwidth,
+        concatenate=True,
     )
 
 
@@ -245,21 +251,22 @@ def apply_plans(
     coupling: Coupling | None, problem: Problem,
 ) -> Tensor:  # fmt: skip
     """``Σ_l σ_l A_lᵀ T B_l V``: values (batch, M, d) and weights (batch, L) to (batch, N, d)."""
-    width = max(queries.points.shape[-1], value.shape[-2]) * value.shape[-1]
+    elements = max(queries.points.shape[-1], value.shape[-2]) * value.shape[-1]
 
     def output(
-        part: slice, v: Tensor, q_points: Tensor, k_points: Tensor, share: Tensor, w: Tensor
-    ) -> Tensor:
+        part: slice, v: Tensor, q_points: Tensor, k_points: Tensor, weight: Tensor,
+        inv_bandwidth: Tensor,
+    ) -> Tensor:  # fmt: skip
         mine, theirs = queries.group(part, q_points), keys.group(part, k_points)
-        y = _mixing(theirs, problem, w).sort(to_ranks(v, theirs))
+        y = _mixing(theirs, problem, inv_bandwidth).sort(to_ranks(v, theirs))
         if coupling is not None:
             y = coupling(y)
-        y = to_tokens(_mixing(mine, problem, w).unsort(y), mine)
-        return torch.einsum("blnd,bl->bnd", y, share)
+        y = to_tokens(_mixing(mine, problem, inv_bandwidth).unsort(y), mine)
+        return torch.einsum("blnd,bl->bnd", y, weight)
 
     return _by_slice_groups(
         output,
-        width,
+        elements,
         (value,),
         (queries.points, keys.points, weights),
         inv_bandwidth,
@@ -279,9 +286,9 @@ def _worth_tracing(problem: Problem, value: Tensor) -> bool:
     from torch.fx.experimental.symbolic_shapes import has_static_value  # slow: imports sympy
 
     batch, tokens, head_dim = problem.query.shape
-    width = max(head_dim + 2, value.shape[-1]) * max(tokens, problem.key.shape[-2])
+    of_a_slice = max(head_dim + 2, value.shape[-1]) * max(tokens, problem.key.shape[-2])
     slices = head_dim if problem.slices is None else problem.slices.shape[-2]
-    elements = batch * slices * width
+    elements = batch * slices * of_a_slice
     return has_static_value(elements) and elements <= GROUP_ELEMENTS
 
 
@@ -332,16 +339,17 @@ def plan(problem: Problem) -> Tensor:
 
 
 def _by_slice_groups(
-    fn: Callable[..., Tensor], width: int, shared: tuple[Tensor, ...], sliced: tuple[Tensor, ...],
-    inv_bandwidth: Tensor, *, concatenate: bool,
+    fn: Callable[..., Tensor], elements: int, shared: tuple[Tensor, ...],
+    sliced: tuple[Tensor, ...], inv_bandwidth: Tensor, *, concatenate: bool,
 ) -> Tensor:  # fmt: skip
     """``fn(group, *shared, *(t[:, group] for t in sliced), inv_bandwidth)`` for all groups.
 
-    The results are summed, or concatenated along the slices.
+    The results are summed, or concatenated along the slices. A slice has intermediates of so many
+    `elements`.
     """
     batch, slices = sliced[0].shape[:2]
     # An exported graph serves all batch sizes and lengths, so its groups cannot depend on them.
-    size = slices if is_exporting() else max(1, GROUP_ELEMENTS // max(1, batch * width))
+    size = slices if is_exporting() else max(1, GROUP_ELEMENTS // max(1, batch * elements))
     size = -(-slices // -(-slices // size))  # the same number of groups, of nearly equal sizes
     groups = [slice(i, min(i + size, slices)) for i in range(0, slices, size)]
     if len(groups) == 1:

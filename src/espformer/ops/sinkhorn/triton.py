@@ -157,28 +157,28 @@ def rank_of(updates: int, halves: bool) -> int:
 
 
 @triton.jit
-def load_rows(x_ptr, head, rows, N, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_tile(x_ptr, head, rows, N, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows of (heads, N, D) as a tile with BLOCK_D columns; what is not there is zero."""
     columns = tl.arange(0, BLOCK_D)
-    pointers = x_ptr + head * N * D + (rows[:, None] * D + columns[None, :])
+    tile_ptr = x_ptr + head * N * D + (rows[:, None] * D + columns[None, :])
     if D == BLOCK_D:
-        return tl.load(pointers, mask=(rows < N)[:, None], other=0.0)
-    return tl.load(pointers, mask=(rows < N)[:, None] & (columns < D)[None, :], other=0.0)
+        return tl.load(tile_ptr, mask=(rows < N)[:, None], other=0.0)
+    return tl.load(tile_ptr, mask=(rows < N)[:, None] & (columns < D)[None, :], other=0.0)
 
 
 @triton.jit
-def store_rows(out_ptr, x, head, rows, N, D: tl.constexpr, BLOCK_D: tl.constexpr, factor=None):
+def store_tile(out_ptr, x, head, rows, N, D: tl.constexpr, BLOCK_D: tl.constexpr, factor=None):
     """A tile with BLOCK_D columns, times the factor, to rows of (heads, N, D), in their dtype."""
     columns = tl.arange(0, BLOCK_D)
-    pointers = out_ptr + head * N * D + (rows[:, None] * D + columns[None, :])
+    tile_ptr = out_ptr + head * N * D + (rows[:, None] * D + columns[None, :])
     inside = (rows < N)[:, None] & (columns < D)[None, :]
     if factor is not None:
         x = x * factor
-    tl.store(pointers, x.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(tile_ptr, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def program_rows(N, BLOCK: tl.constexpr):
+def program_tile(N, BLOCK: tl.constexpr):
     """The head of this program, in 64 bits because its offset outgrows 32, and its rows."""
     blocks = tl.cdiv(N, BLOCK)
     program = tl.program_id(0)
@@ -209,13 +209,13 @@ def potential_kernel(
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``out_i = -log2 Σ_j 2^(scale x_i·y_j + other_j)`` with a running maximum."""
-    head, rows = program_rows(N, ROWS)
-    x = load_rows(x_ptr, head, rows, N, D, BLOCK_D)
+    head, rows = program_tile(N, ROWS)
+    x = load_tile(x_ptr, head, rows, N, D, BLOCK_D)
     largest = tl.full([ROWS], 2 * NO_POTENTIAL, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for start in range(0, M, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        y = load_rows(y_ptr, head, columns, M, D, BLOCK_D)
+        y = load_tile(y_ptr, head, columns, M, D, BLOCK_D)
         other = tl.load(other_ptr + head * M + columns, mask=columns < M, other=NO_POTENTIAL)
         scores = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale + other[None, :]
         larger = tl.maximum(largest, tl.max(scores, 1))
@@ -244,15 +244,15 @@ def output_kernel(
 
     If the last update is over rows, f normalises them; it is computed in the same pass and stored.
     """
-    head, rows = program_rows(N, ROWS)
-    q = load_rows(q_ptr, head, rows, N, D, BLOCK_D)
+    head, rows = program_tile(N, ROWS)
+    q = load_tile(q_ptr, head, rows, N, D, BLOCK_D)
     largest = tl.full([ROWS], 2 * NO_POTENTIAL, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, BLOCK_W], tl.float32)
     for start in range(0, M, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        k = load_rows(k_ptr, head, columns, M, D, BLOCK_D)
-        v = load_rows(v_ptr, head, columns, M, WIDTH, BLOCK_W)
+        k = load_tile(k_ptr, head, columns, M, D, BLOCK_D)
+        v = load_tile(v_ptr, head, columns, M, WIDTH, BLOCK_W)
         g = tl.load(g_ptr + head * M + columns, mask=columns < M, other=NO_POTENTIAL)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale + g[None, :]
         larger = tl.maximum(largest, tl.max(scores, 1))
@@ -269,7 +269,7 @@ def output_kernel(
         f = tl.load(f_ptr + head * N + rows, mask=rows < N, other=NO_POTENTIAL)
         factor = tl.exp2(largest + f + tl.load(log_ratio_ptr + head))
     out = tl.where((f <= NO_POTENTIAL / 2)[:, None], 0.0, sums * factor[:, None])
-    store_rows(out_ptr, out, head, rows, N, WIDTH, BLOCK_W)
+    store_tile(out_ptr, out, head, rows, N, WIDTH, BLOCK_W)
 
 
 @triton.jit
@@ -280,9 +280,9 @@ def delta_kernel(
     rows, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """``delta_i = up_i · out_i``: the row sums of the gradient of the exponent."""
-    head, here = program_rows(rows, ROWS)
-    up = load_rows(up_ptr, head, here, rows, WIDTH, BLOCK_W).to(tl.float32)
-    out = load_rows(out_ptr, head, here, rows, WIDTH, BLOCK_W).to(tl.float32)
+    head, here = program_tile(rows, ROWS)
+    up = load_tile(up_ptr, head, here, rows, WIDTH, BLOCK_W).to(tl.float32)
+    out = load_tile(out_ptr, head, here, rows, WIDTH, BLOCK_W).to(tl.float32)
     tl.store(delta_ptr + head * rows + here, tl.sum(up * out, 1), mask=here < rows)
 
 
@@ -300,13 +300,13 @@ def pull_kernel(
     HAS_DIRECT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``out_i = direct_i - Σ_j grad_j 2^(scale x_i·y_j + mine_i + theirs_j)``."""
-    head, rows = program_rows(N, ROWS)
-    x = load_rows(x_ptr, head, rows, N, D, BLOCK_D)
+    head, rows = program_tile(N, ROWS)
+    x = load_tile(x_ptr, head, rows, N, D, BLOCK_D)
     mine = tl.load(mine_ptr + head * N + rows, mask=rows < N, other=NO_POTENTIAL)
     sums = tl.zeros([ROWS], tl.float32)
     for start in range(0, M, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        y = load_rows(y_ptr, head, columns, M, D, BLOCK_D)
+        y = load_tile(y_ptr, head, columns, M, D, BLOCK_D)
         theirs = tl.load(theirs_ptr + head * M + columns, mask=columns < M, other=NO_POTENTIAL)
         grad = tl.load(grad_ptr + head * M + columns, mask=columns < M, other=0.0)
         scores = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale
@@ -338,8 +338,8 @@ def value_grad_kernel(
 
     Rows of the tiles are keys here, and there are N of them; columns are the M queries.
     """
-    head, rows = program_rows(N, ROWS)
-    k = load_rows(k_ptr, head, rows, N, D, BLOCK_D)
+    head, rows = program_tile(N, ROWS)
+    k = load_tile(k_ptr, head, rows, N, D, BLOCK_D)
     g = tl.load(g_ptr + head * N + rows, mask=rows < N, other=NO_POTENTIAL) + tl.load(
         log_ratio_ptr + head
     )
@@ -347,8 +347,8 @@ def value_grad_kernel(
     pulled = tl.zeros([ROWS], tl.float32)
     for start in range(0, M, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        q = load_rows(q_ptr, head, columns, M, D, BLOCK_D)
-        up = load_rows(up_ptr, head, columns, M, WIDTH, BLOCK_W)
+        q = load_tile(q_ptr, head, columns, M, D, BLOCK_D)
+        up = load_tile(up_ptr, head, columns, M, WIDTH, BLOCK_W)
         f = tl.load(f_ptr + head * M + columns, mask=columns < M, other=NO_POTENTIAL)
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
         weights = tl.exp2(scores + (g[:, None] + f[None, :]))
@@ -356,8 +356,8 @@ def value_grad_kernel(
         if PULL:
             delta = tl.load(delta_ptr + head * M + columns, mask=columns < M, other=0.0)
             pulled += tl.sum(weights * delta[None, :], 1)
-    v = load_rows(v_ptr, head, rows, N, WIDTH, BLOCK_W)
-    store_rows(dv_ptr, sums, head, rows, N, WIDTH, BLOCK_W)
+    v = load_tile(v_ptr, head, rows, N, WIDTH, BLOCK_W)
+    store_tile(dv_ptr, sums, head, rows, N, WIDTH, BLOCK_W)
     tl.store(grad_ptr + head * N + rows, tl.sum(sums * v, 1) - pulled, mask=rows < N)
 
 
@@ -394,15 +394,15 @@ def factors_kernel(
             factor = sign * tl.exp2(moved)
             if (update % 2 == 1) == OF_QUERIES:
                 factor *= tl.load(grads_ptr + place, mask=inside, other=0.0)
-            out = factors_ptr + here * RANK + (update - 1)
+            factor_ptr = factors_ptr + here * RANK + (update - 1)
             if SPLIT:
                 high = factor.to(factors_ptr.dtype.element_ty)
                 low = (factor - high.to(tl.float32)).to(factors_ptr.dtype.element_ty)
-                tl.store(out, high, mask=inside)
-                tl.store(out + updates, high if OF_QUERIES else low, mask=inside)
-                tl.store(out + 2 * updates, low if OF_QUERIES else high, mask=inside)
+                tl.store(factor_ptr, high, mask=inside)
+                tl.store(factor_ptr + updates, high if OF_QUERIES else low, mask=inside)
+                tl.store(factor_ptr + 2 * updates, low if OF_QUERIES else high, mask=inside)
             else:
-                tl.store(out, factor, mask=inside)
+                tl.store(factor_ptr, factor, mask=inside)
         for column in range(3 * updates if SPLIT else updates, RANK):
             tl.store(factors_ptr + here * RANK + column, 0.0, mask=inside)
     tl.store(change_ptr + head, tl.max(change, 0))
@@ -416,8 +416,8 @@ def score_grad_kernel(
     y2_ptr,  # (H, M, WIDTH)
     mine_ptr,  # (my_last + 1, H, N) float32: potentials
     theirs_ptr,  # (their_last + 1, H, M) float32
-    my_grads_ptr,  # of the potentials, likewise
-    their_grads_ptr,
+    my_grads_ptr,  # (my_last + 1, H, N) float32: of the potentials
+    their_grads_ptr,  # (their_last + 1, H, M) float32
     my_factors_ptr,  # (H, N, RANK), if FACTORED
     their_factors_ptr,  # (H, M, RANK), if FACTORED
     log_ratio_ptr,  # (H,) float32
@@ -433,7 +433,7 @@ def score_grad_kernel(
     ``dC = A ∘ (x2 y2ᵀ + factors)``, ``A = ratio · 2^(scale x·y + last potentials)``. Heads whose
     potentials changed too much for factors add the updates up exponential by exponential.
     """
-    head, rows = program_rows(N, ROWS)
+    head, rows = program_tile(N, ROWS)
     change = tl.maximum(tl.load(change_ptr + head), tl.load(change_ptr + heads + head))
     if FACTORED:
         skip = change > MOST_CHANGE
@@ -442,26 +442,26 @@ def score_grad_kernel(
     if skip:
         return
     my_stride, their_stride = tl.cast(heads, tl.int64) * N, tl.cast(heads, tl.int64) * M
-    x = load_rows(x_ptr, head, rows, N, D, BLOCK_D)
-    x2 = load_rows(x2_ptr, head, rows, N, WIDTH, BLOCK_W)
+    x = load_tile(x_ptr, head, rows, N, D, BLOCK_D)
+    x2 = load_tile(x2_ptr, head, rows, N, WIDTH, BLOCK_W)
     mine = tl.load(
         mine_ptr + my_last * my_stride + head * N + rows, mask=rows < N, other=NO_POTENTIAL
     )
     mine += tl.load(log_ratio_ptr + head)
     if FACTORED:
-        factors = load_rows(my_factors_ptr, head, rows, N, RANK, RANK)
+        factors = load_tile(my_factors_ptr, head, rows, N, RANK, RANK)
     sums = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for start in range(0, M, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         inside = columns < M
-        y = load_rows(y_ptr, head, columns, M, D, BLOCK_D)
-        y2 = load_rows(y2_ptr, head, columns, M, WIDTH, BLOCK_W)
-        last = theirs_ptr + their_last * their_stride + head * M
-        theirs = tl.load(last + columns, mask=inside, other=NO_POTENTIAL)
+        y = load_tile(y_ptr, head, columns, M, D, BLOCK_D)
+        y2 = load_tile(y2_ptr, head, columns, M, WIDTH, BLOCK_W)
+        last_ptr = theirs_ptr + their_last * their_stride + head * M
+        theirs = tl.load(last_ptr + columns, mask=inside, other=NO_POTENTIAL)
         scores = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale
         grad = tl.dot(x2, tl.trans(y2), input_precision=PRECISION)
         if FACTORED:
-            opposite = load_rows(their_factors_ptr, head, columns, M, RANK, RANK)
+            opposite = load_tile(their_factors_ptr, head, columns, M, RANK, RANK)
             grad = tl.dot(factors, tl.trans(opposite), grad, input_precision=PRECISION)
         grad *= tl.exp2(scores + (mine[:, None] + theirs[None, :]))
         if not FACTORED:
@@ -479,7 +479,7 @@ def score_grad_kernel(
                     their_grad = tl.load(their_grads_ptr + right + columns, mask=inside, other=0.0)
                     grad -= weights * their_grad[None, :]
         sums = tl.dot(grad.to(y.dtype), y, sums, input_precision=PRECISION)
-    store_rows(dx_ptr, sums, head, rows, N, D, BLOCK_D, to_tokens)
+    store_tile(dx_ptr, sums, head, rows, N, D, BLOCK_D, to_tokens)
 
 
 # Kernels that make the scores in tiles, and the tiles that they take.

@@ -24,6 +24,8 @@ from tests.compare import (
     tokens,
 )
 
+FORMS = operators.RECURRENCES, operators.MATRICES, operators.BANDS
+
 
 def any_call(largest=16, widths=(1, 3, 8, 16)):
     """Problems of every kind; every further width is seconds of compiling."""
@@ -45,7 +47,7 @@ def any_call(largest=16, widths=(1, 3, 8, 16)):
         exponent=st.floats(-6, 1),
         tau=st.sampled_from((0.0, 0.1, 1.0)),
         seed=st.integers(0, 2**20),
-        form=st.sampled_from((None, *operators.FORMS)),
+        form=st.sampled_from((None, *FORMS)),
     )
 
 
@@ -128,7 +130,7 @@ def test_single_precision(metric, balance, n, width):
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("balance", BALANCES)
-@pytest.mark.parametrize("form", operators.FORMS)
+@pytest.mark.parametrize("form", FORMS)
 def test_forms_in_single_precision(form, balance, metric):
     """Plans by recurrences, as matrices and as bands; with padding, and N ≠ M."""
     inputs = tokens(2, 2, n=150, m=131, head_dim=8, width=16)

@@ -103,7 +103,7 @@ def test_calls_from_several_threads():
 
 @pytest.mark.usefixtures("_two_threads")
 def test_every_share_is_worked_on_once_and_errors_are_heard():
-    work, done = threads.shares(7, 1, 1 << 40), []
+    work, done = threads.split_work(7, 1, 1 << 40), []
 
     def kernel(h0, h1, l0, l1, index):
         done.append((h0, h1))
@@ -129,7 +129,7 @@ def test_a_forked_process_has_threads_of_its_own():
         child = os.fork()
         if child == 0:
             signal.alarm(60)
-            work, done = threads.shares(4, 1, 1 << 40), []
+            work, done = threads.split_work(4, 1, 1 << 40), []
             threads.run(lambda *share: done.append(share[:2]), work, lambda index: ())
             os._exit(0 if sorted(done) == [share[:2] for share in work] else 1)
         assert os.waitpid(child, 0)[1] == 0
@@ -170,7 +170,7 @@ def test_kernels_that_a_forked_process_calls_first(imported):
 def test_a_thread_that_cannot_begin_loses_nothing(monkeypatch):
     """OpenMP may give one thread only; and ctypes drops what a signal's handler raises early."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    work, done = threads.shares(7, 1, 1 << 40), []
+    work, done = threads.split_work(7, 1, 1 << 40), []
 
     def kernel(h0, h1, *_):
         done.append((h0, h1))
@@ -196,7 +196,7 @@ def test_no_team_is_smaller_than_those_of_torch(monkeypatch):
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_shares_cover_everything_once(heads, slices, count, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: count)
-    found = threads.shares(heads, slices, 1 << 40)
+    found = threads.split_work(heads, slices, 1 << 40)
     cells = [(h, l) for s in found for h in range(s.h0, s.h1) for l in range(s.l0, s.l1)]
     assert sorted(cells) == [(h, l) for h in range(heads) for l in range(slices)]
     for head in range(heads):  # what is added up has a place of its own

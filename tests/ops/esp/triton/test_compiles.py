@@ -93,12 +93,12 @@ def build_chunks(table, row, chunk, alone=False, width=64):
         base |= dict(STATE_ROWS=0, x_states_ptr=None, g_states_ptr=None, w_states_ptr=None)
     tokens = dict(x_ptr=row, g_ptr=row, warps=max(1, chunk // 16))
     if not (complex_ or exact or alone):
-        names = ("", "next_", "first_", "x_", "w_", "g_")
+        names = ("", "next_", "prev_", "x_", "w_", "g_")
         tokens |= {f"{name}states_ptr": "*bf16" for name in names}
-    for through in () if alone else (False, True):
-        more = dict(EVEN=through, THROUGH=through)
-        build(sums_kernel, base | more | (dict(scale_ptr=None) if through else {}), **tokens)
-    scan = dict(BLOCK_R=4 if complex_ else 2, AHEAD=2, FP32_ROWS=exact, THROUGH=not complex_)
+    for both in () if alone else (False, True):
+        more = dict(EVEN=both, WITH_NEXT=both)
+        build(sums_kernel, base | more | (dict(scale_ptr=None) if both else {}), **tokens)
+    scan = dict(BLOCK_R=4 if complex_ else 2, AHEAD=2, FP32_ROWS=exact, WITH_LINKS=not complex_)
     for survey in () if alone else (False, True):
         build(scan_kernel, base | scan | dict(ENDS_ONLY=survey), **tokens | dict(warps=1))
     if complex_ and not alone:
@@ -108,15 +108,15 @@ def build_chunks(table, row, chunk, alone=False, width=64):
         more |= dict(key_scale_ptr=None, query_scale_ptr=None) if even else {}
         build(cross_kernel, more, **tokens)
         scales = dict(totals_ptr=None, d_mid_scale_ptr=None)
-        final = dict(d_query_scale_ptr=None) if even else {}
+        query_scale = dict(d_query_scale_ptr=None) if even else {}
         none = dict(g_ptr=None, g_states_ptr=None, d_points_ptr=None, d_query_scale_ptr=None)
         none |= dict(d_inv_bandwidth_ptr=None)
         build(apply_kernel, more | none | scales, **tokens)
-        build(apply_kernel, more | final | dict(out_ptr=None), **tokens)
-        build(apply_kernel, more | final | scales | dict(d_inv_bandwidth_ptr=None), **tokens)
-        every = build(apply_kernel, more | final | dict(totals_ptr=None), **tokens)
+        build(apply_kernel, more | query_scale | dict(out_ptr=None), **tokens)
+        build(apply_kernel, more | query_scale | scales | dict(d_inv_bandwidth_ptr=None), **tokens)
+        every = build(apply_kernel, more | query_scale | dict(totals_ptr=None), **tokens)
         if every and width != 32:
-            # Slope, dots, stretch and the factor's live through all blocks of columns.
+            # The slope, the dots of both scales and d_inv_bandwidth live through all blocks.
             carried = every.asm["ttir"].split("scf.for")[1].split("->")[1].split("{")[0]
             assert carried.count("tensor<") == (3 if even else 4), carried
 
@@ -134,8 +134,9 @@ every = dict(STATE_ROWS=4, d_query_scale_ptr=None, totals_ptr=None)
 build(apply_kernel, base | every, registers=REGISTERS["absolute"]["all"], **rows)
 build(apply_kernel, base | every | dict(d_inv_bandwidth_ptr=None), **rows)
 build(apply_kernel, base | every | dict(C=16, EVEN=False), warps=1, **rows)
-scan = dict(BLOCK_R=1, AHEAD=8, FP32_ROWS=False, THROUGH=True, ends_ptr=None, ENDS_ONLY=False)
-build(scan_kernel, base | scan, warps=1, states_ptr="*bf16", first_states_ptr="*bf16")
+scan = dict(BLOCK_R=1, AHEAD=8, FP32_ROWS=False, WITH_LINKS=True)
+scan |= dict(ends_ptr=None, ENDS_ONLY=False)
+build(scan_kernel, base | scan, warps=1, states_ptr="*bf16", prev_states_ptr="*bf16")
 for table in (ABSOLUTE, GAUSSIAN[3]):
     build_chunks(table, "*bf16", 64)
     build_chunks(table, "*bf16", 16, alone=True)
@@ -151,9 +152,9 @@ for table in (ABSOLUTE, GAUSSIAN[4]):
     poles = dict(TABLE=numbers, POLES=len(table.poles), COMPLEX=table is not ABSOLUTE)
     poles |= dict(BLOCK=256)
     build(column_kernel, poles | dict(lengths_ptr=None, y_ptr=None, d_mid_ptr=None), warps=1)
-    normalisers = dict(x_ptr=None, p_ptr=None, d_mid_ptr=None, slope_ptr=None)
+    normalisers = dict(x_ptr=None, upstream_ptr=None, d_mid_ptr=None, slope_ptr=None)
     build(column_kernel, poles | normalisers, warps=1)
-    build(column_kernel, poles | dict(x_ptr=None, p_ptr=None), warps=1)
+    build(column_kernel, poles | dict(x_ptr=None, upstream_ptr=None), warps=1)
     build(column_kernel, poles | dict(x_ptr=None, lengths_ptr=None), warps=1)
     for exponents, absent in ((FORWARD, dict(upstream_ptr=None, scale_ptr=None)), (BACKWARD, {})):
         steps = dict(EXPONENTS=exponents, STEPS=len(exponents))
@@ -165,11 +166,11 @@ for table in (ABSOLUTE, GAUSSIAN[4]):
     build(norm_costs_grad_kernel, poles | ones, warps=1)
 groups = dict(R=7, G=32, LEVELS=5)
 build(short_column_kernel, groups | normalisers, warps=1)
-build(short_column_kernel, groups | dict(x_ptr=None, p_ptr=None, lengths_ptr=None), warps=1)
+build(short_column_kernel, groups | dict(x_ptr=None, upstream_ptr=None, lengths_ptr=None), warps=1)
 build(short_column_kernel, groups | dict(y_ptr=None, d_mid_ptr=None, lengths_ptr=None), warps=1)
 blocks = dict(BLOCKS=16, BLOCK_M=32, BLOCK_N=16)
 build(dense_column_kernel, blocks | normalisers, warps=1)
-build(dense_column_kernel, blocks | dict(x_ptr=None, p_ptr=None, lengths_ptr=None), warps=1)
+build(dense_column_kernel, blocks | dict(x_ptr=None, upstream_ptr=None, lengths_ptr=None), warps=1)
 build(dense_column_kernel, blocks | dict(y_ptr=None, d_mid_ptr=None, lengths_ptr=None), warps=1)
 build(dense_norm_costs_kernel, blocks | dict(in_scale_ptr=None), warps=1)
 build(dense_norm_costs_grad_kernel, blocks | dict(ATOMIC=False), warps=1)

@@ -169,8 +169,8 @@ def test_plans(
     close(found.key_points, keys.slopes(x, p) * each)
     close(found.query_points, queries.slopes(g, w) * each)
     if not narrow:
-        stretch = (keys.points * found.key_points + queries.points * found.query_points).sum(-1)
-        close(d_inv_bandwidth, stretch.double() / keys.rates.double().view(-1, 1))
+        bandwidth_dot = keys.points * found.key_points + queries.points * found.query_points
+        close(d_inv_bandwidth, bandwidth_dot.sum(-1).double() / keys.rates.double().view(-1, 1))
     close(found.mid_scale, dots)
     close(ranked[3], (x * kp).sum(-1) * each / keys.factor)
     close(ranked[4], (g * kw).sum(-1) * each / queries.factor)

@@ -15,10 +15,10 @@ from espformer.ops.esp.cpu.simd import fill, load, store, total
 from espformer.ops.esp.cpu.tiles import (
     EIGHT,
     SIXTEEN,
+    load_transposed,
+    load_transposed_rows,
     multiply_tile,
     store_rows,
-    turn_places,
-    turn_rows,
 )
 
 
@@ -107,7 +107,7 @@ def transpose_tiles(matrix, tiles, stride, out):  # type: ignore[no-untyped-def]
     stand_alone()
     for i in range(tiles.shape[1]):
         for j in range(tiles[0, i], tiles[1, i]):
-            found = turn_rows(matrix, 8 * (i * stride + j), stride)
+            found = load_transposed(matrix, 8 * (i * stride + j), stride)
             store_rows(out, 8 * (j * stride + i), stride, found)
 
 
@@ -124,15 +124,15 @@ def clear_outside(matrix, tiles, stride):  # type: ignore[no-untyped-def]
 
 
 @part
-def sort_columns(turned, places, stride, out):  # type: ignore[no-untyped-def]
-    """``out[i, j] = turned[places_j + i]``: the row at places_j becomes column j.
+def sort_columns(transposed, places, stride, out):  # type: ignore[no-untyped-def]
+    """``out[i, j] = transposed[places_j + i]``: the row at places_j becomes column j.
 
     Whole rows are read, and transposed in registers. Columns would be moved number by number.
     """
     stand_alone()
     for i in range(0, stride, 8):
         for j in range(0, stride, 8):
-            store_rows(out, i * stride + j, stride, turn_places(turned, places, j, i))
+            store_rows(out, i * stride + j, stride, load_transposed_rows(transposed, places, j, i))
 
 
 @part
@@ -153,7 +153,7 @@ def add_columns(matrix, q_ranks, k_places, stride, weight, out, other_weight, ot
     two = len(other) > 0
     for j in range(0, stride, 8):
         for i in range(0, stride, 8):
-            x = turn_places(matrix, q_ranks, i, j)
+            x = load_transposed_rows(matrix, q_ranks, i, j)
             add_to_rows(x, weight, out, k_places, j, i)
             if two:
                 add_to_rows(x, other_weight, other, k_places, j, i)

@@ -23,7 +23,7 @@ from espformer.ops.esp.cpu.simd import (
     load,
     store,
     total,
-    turn,
+    transpose_tile,
     where_above,
 )
 from espformer.ops.esp.cpu.tiles import EIGHT, SIXTEEN
@@ -94,18 +94,18 @@ def set_rows(numbers, points, n, inv_bandwidth, squared, tiles, stride, known, s
     stand_alone()
     number = numbers.dtype.type
     for i in range(n):
-        share, row = (scale[i] if known else number(1)), i * stride
+        row_scale, row = (scale[i] if known else number(1)), i * stride
         first, last = columns_of(tiles, i)
         found = fill(number(0), SIXTEEN)
         for j in range(first, last - 8, 16):
             value = values_of(numbers, j, points[i], inv_bandwidth, squared, SIXTEEN)
             found = found + value
-            store(matrix, row + j, share * value)
+            store(matrix, row + j, row_scale * value)
         sums = fold(found)
         if (last - first) % 16:
             j = last - 8
             value = values_of(numbers, j, points[i], inv_bandwidth, squared, EIGHT)
-            store(matrix, row + j, share * value)
+            store(matrix, row + j, row_scale * value)
             sums = sums + value
         if not known:
             scale[i] = total(sums)
@@ -148,7 +148,7 @@ def multiply_column(kappa, x, y):  # type: ignore[no-untyped-def]
             r5 = r5 + load(matrix, at + 5 * stride, EIGHT) * number
             r6 = r6 + load(matrix, at + 6 * stride, EIGHT) * number
             r7 = r7 + load(matrix, at + 7 * stride, EIGHT) * number
-        s = turn(r0, r1, r2, r3, r4, r5, r6, r7)
+        s = transpose_tile(r0, r1, r2, r3, r4, r5, r6, r7)
         found = ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]))
         store(y, 8 * i, found)
 

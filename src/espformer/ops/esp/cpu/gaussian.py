@@ -35,7 +35,7 @@ from espformer.ops.esp.cpu.simd import (
 )
 
 # Rows of the table of poles; every one holds the poles of the left, then those of the right.
-DECAYS, TURNS, WEIGHTS, SLOPES, IS_LEFT, IS_RIGHT = 0, 1, 2, 4, 6, 7
+DECAYS, ANGULAR_RATES, WEIGHTS, SLOPES, IS_LEFT, IS_RIGHT = 0, 1, 2, 4, 6, 7
 
 CHUNK, SHORT = 16, 40
 EIGHT = LANES[8]
@@ -86,7 +86,7 @@ def _decays(table, lanes, left, right):  # type: ignore[no-untyped-def]
     x = x + min(right, number(FARTHEST)) * load(table[IS_RIGHT], 0, lanes)
     fall = load(table[DECAYS], 0, lanes) * x
     size = where_above(fall, number(NEGLIGIBLE), exp(fall))
-    angle = load(table[TURNS], 0, lanes) * x
+    angle = load(table[ANGULAR_RATES], 0, lanes) * x
     return size * cos(angle), size * sin(angle)
 
 

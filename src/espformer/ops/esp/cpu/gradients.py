@@ -53,7 +53,7 @@ from espformer.ops.esp.cpu.soft_plan import (
 
 
 class SideGradient(NamedTuple):
-    """What arrives at one side of every slice, by rank."""
+    """Gradients that arrive at one side of every slice, by rank."""
 
     slopes: np.ndarray  # (batch, L, N): derivatives in points times inv_bandwidth
     scales_out: np.ndarray  # (batch, L, N)
@@ -210,7 +210,9 @@ IN_BLOCK = 8  # pairs
 
 @part
 def squares_gradient(kappa, order, scale_in, scale_out, weight, columns, pairs, d_out, d_in):  # type: ignore[no-untyped-def]
-    """Of ``weight Σ_n out_n (κ in ‖x‖²)_n met_n``; `d_out` and `d_in` may be empty."""
+    """Gradients of ``weight Σ_n out_n (κ in ‖x‖²)_n coupled_n``, with the coupled row sums of the
+    other side; `d_out` and `d_in` may be empty.
+    """
     at_rank, mixed, last = columns[AT_RANK], columns[MIXED], pairs[len(pairs) - 1]
     mix_squares(kappa, order, scale_in, columns[SQUARES], at_rank, mixed)
     for i in range(kappa.n):
@@ -229,7 +231,7 @@ def squares_gradient(kappa, order, scale_in, scale_out, weight, columns, pairs, 
 
 @part
 def sums_gradient(kappa, scale_in, scale_out, columns, pairs, d_sums, d_out, d_in):  # type: ignore[no-untyped-def]
-    """Of the row sums ``out κ in``; they are constant unless balanced."""
+    """Gradients of the row sums ``out κ in``; they are constant unless balanced."""
     at_rank, mixed, last = columns[AT_RANK], columns[MIXED], pairs[len(pairs) - 1]
     for i in range(kappa.n):
         d_out[i] += d_sums[i] * columns[SUMS, i] / scale_out[i]
@@ -245,9 +247,7 @@ def sums_gradient(kappa, scale_in, scale_out, columns, pairs, d_sums, d_out, d_i
 def scales_gradient(
     kappa, scale_out, balanced, exponents, unit, columns, pairs, steps, d_out, d_in
 ):  # type: ignore[no-untyped-def]
-    """From the gradient of the scales to pairs (x, p) that contribute to the gradient of the
-    points.
-    """
+    """Pairs (x, p) that contribute to the gradient of the points, from that of the scales."""
     if balanced:
         x, r = steps[0], steps[1]
         balance_steps(kappa, unit, exponents, x, r, columns[MIXED])

@@ -1,4 +1,4 @@
-"""What the temperature of a soft sort means for one row: its spread, and the width of its kernel.
+"""The temperature of a soft sort, for one row: its spread, and the width of its kernel.
 
 Numbers are multiplied by a power of two first, which rounds nothing, so that neither their spread
 nor a kernel's width leaves the range of float32.
@@ -14,7 +14,7 @@ from espformer.ops.esp.cpu.compiling import part, relaxed, stand_alone
 
 
 class Unit(NamedTuple):
-    """What the temperatures of a call mean."""
+    """The temperatures of a call and their unit."""
 
     temperatures: np.ndarray  # (batch,) or (1,)
     in_spreads: bool  # a share of the spread of a row, else a distance

@@ -27,7 +27,7 @@ from espformer.ops.esp.cpu.numbers import (
     sort_or_rank_gradient,
 )
 from espformer.ops.esp.cpu.operators import _array
-from espformer.ops.esp.cpu.threads import run, shares
+from espformer.ops.esp.cpu.threads import run, split_work
 from espformer.ops.esp.cpu.workspace import DIGITS
 
 WIDTHS = 1e-18, 1e25  # beyond these no result changes, and inverses stay far from the limits
@@ -71,7 +71,7 @@ def mix_numbers(
             np.empty((3, max(tokens, DIGITS)), np.int32), _new_buffers(tokens, x.dtype),
         )  # fmt: skip
 
-    run(sort_or_rank, shares(heads, 1, heads * tokens * MULTIPLICATIONS), arguments)
+    run(sort_or_rank, split_work(heads, 1, heads * tokens * MULTIPLICATIONS), arguments)
     return out, kept, order
 
 
@@ -110,7 +110,7 @@ def mix_numbers_backward(
             d_numbers, d_temperatures, _new_buffers(tokens, g.dtype),
         )  # fmt: skip
 
-    run(sort_or_rank_gradient, shares(heads, 1, heads * tokens * MULTIPLICATIONS), arguments)
+    run(sort_or_rank_gradient, split_work(heads, 1, heads * tokens * MULTIPLICATIONS), arguments)
     return found
 
 

@@ -337,7 +337,7 @@ def sort_or_rank_gradient(
         scale, own_scale = (factor * inv_width, factor) if ranks else (1.0, 1.0)
         if ranks and in_spreads and spread == 0:
             scale = 0.0
-        turned = 0.0
+        spread_pull = 0.0
         if shape[FREE] > 0:
             d_width = own_scale * width_gradient(
                 points, n, mean, inv_width, ranks, upstream[head], own[SHIFTS], found
@@ -346,9 +346,9 @@ def sort_or_rank_gradient(
                 t = np.float64(temperatures[head])
             d_temperatures[head] = hold(d_width / (factor * inv_width * t), unit.greatest)
             if in_spreads and spread > 0:
-                turned = d_width / (inv_width * n * spread * spread)
+                spread_pull = d_width / (inv_width * n * spread * spread)
         for i in range(n):
-            force = scale * np.float64(found[i]) + turned * (points[i] - mean)
+            force = scale * np.float64(found[i]) + spread_pull * (points[i] - mean)
             d_numbers[head, tokens[i]] = hold(force, unit.greatest)
 
 

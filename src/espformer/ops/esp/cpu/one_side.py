@@ -185,14 +185,14 @@ def to_numbers(settings, unit, side, head, slopes, shape, d_numbers):  # type: i
     n, order, points = side.lengths[head], side.order[head, 0], side.points[head, 0]
     inv_bandwidth = np.float64(settings.inv_bandwidth[head])
     factor, mean, spread = shape[FACTOR], shape[MEAN], shape[SPREAD]
-    pulls, turned = bandwidth_gradient(points, n, slopes), 0.0
+    pulls, spread_pull = bandwidth_gradient(points, n, slopes), 0.0
     if unit.in_spreads and shape[FREE] > 0 and spread > 0:
-        turned = pulls / (n * spread * spread)
+        spread_pull = pulls / (n * spread * spread)
     scale = inv_bandwidth * factor
     if unit.in_spreads and spread == 0:
         scale = 0.0
     for i in range(n):
-        found = scale * (np.float64(slopes[i]) - turned * (points[i] - mean))
+        found = scale * (np.float64(slopes[i]) - spread_pull * (points[i] - mean))
         d_numbers[order[i]] = min(max(found, -unit.greatest), unit.greatest)
     if shape[FREE] == 0:
         return 0.0

@@ -30,7 +30,7 @@ from espformer.ops.esp.cpu.short_workspace import (
 )
 from espformer.ops.esp.cpu.simd import LANES
 from espformer.ops.esp.cpu.soft_plan import Pairs, Settings, Side
-from espformer.ops.esp.cpu.threads import once_per_thread, run, shares
+from espformer.ops.esp.cpu.threads import once_per_thread, run, split_work
 from espformer.ops.esp.cpu.workspace import new_workspace
 
 OPTIONS = 6  # the last arguments of `cpu_attend`
@@ -38,7 +38,7 @@ DIFFERENTIABLE = 7  # the first: query, key, value, points of both, inv_bandwidt
 
 
 def _lanes(width: int) -> tuple[int, ...]:
-    """Columns per block: 16 or 32."""
+    """The lanes of a block of columns: 16 or 32."""
     return LANES[16 if width <= 16 else 32]
 
 
@@ -64,7 +64,7 @@ def _new_side(points: Tensor) -> list[Tensor]:
 
 @cache
 def _exponents(dtype: np.dtype) -> np.ndarray:
-    """Of the balancing steps."""
+    """Exponents of the balancing steps."""
     return np.array(chebyshev_exponents(), dtype)
 
 
@@ -87,7 +87,7 @@ def _settings(
 # bands are less work than recurrences.
 SHORT = {"absolute": 32, "squared": 96}
 FEW, MANY = 32, 512
-FORMS = RECURRENCES, MATRICES, BANDS = "recurrences", "matrices", "bands"
+RECURRENCES, MATRICES, BANDS = "recurrences", "matrices", "bands"
 
 
 def _form_of(
@@ -151,7 +151,7 @@ def _run_short(
     def arguments(_: int) -> tuple[Any, ...]:
         return settings, *operands, workspace()
 
-    run(kernel, shares(heads, 1, slices * heads * tokens**3), arguments)
+    run(kernel, split_work(heads, 1, slices * heads * tokens**3), arguments)
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
@@ -173,7 +173,7 @@ class _Work:
         self.settings, self.dtype = settings, q_points.dtype
         self.tokens = max(tokens, k_points.shape[-1])
         amount = heads * slices * self.tokens * multiplications
-        self.shares = shares(heads, slices, amount)
+        self.shares = split_work(heads, slices, amount)
         self.parts = 1 + max((share.part for share in self.shares), default=0)
 
     def run(

@@ -104,14 +104,14 @@ def balanced_gradient(kappa, settings, scale, soft, d_soft, buffers):  # type: i
 
 
 @part
-def set_transpose(banded, weight, share, matrices, places, tiles, stride):  # type: ignore[no-untyped-def]
-    """``dPᵀ``, which is ``weight Eᵀ + share Cᵀ``."""
+def set_transpose(banded, weight, cost_weight, matrices, places, tiles, stride):  # type: ignore[no-untyped-def]
+    """``dPᵀ``, which is ``weight Eᵀ + cost_weight Cᵀ``."""
     if banded:
         transpose_tiles(matrices[D_PLAN], tiles[P_TILES], stride, matrices[D_PLAN_T])
     else:
         forces_t, costs_t = matrices[FORCES_AT], matrices[COSTS_AT]
         every, out = tiles[P_TILES], matrices[D_PLAN_T]
-        mix_two(forces_t, weight, costs_t, share, places, every, stride, out)
+        mix_two(forces_t, weight, costs_t, cost_weight, places, every, stride, out)
 
 
 @part
@@ -216,9 +216,9 @@ def short_gradient(
         transpose(rows[V_ROWS], stride, width, rows[TURNED])
         clear(rows[V_ROWS], stride * width)
         pack(upstream[head], origin[head], q_order, n, width, rows[V_ROWS])
-        own, turned = (matrices[FORCES_AT], forces) if banded else (forces, matrices[FORCES_AT])
+        own, transposed = (matrices[FORCES_AT], forces) if banded else (forces, matrices[FORCES_AT])
         multiply(rows[V_ROWS], width, one, rows[TURNED], value.shape[2], stride, stride, own)
-        transpose(own, stride, stride, turned)
+        transpose(own, stride, stride, transposed)
         expected = 0.0
         for i in range(n):
             for j in range(upstream.shape[2]):
@@ -246,15 +246,19 @@ def short_gradient(
             gained = inner_product(own, places, plan, tiles[P_TILES], stride)
             d_logit = weight * (gained - expected)
             d_logits[head, l] = d_logit
-            share = number(-tau * d_logit / n)
-            add_plan(banded, plan, tiles[P_TILES], integers, stride, weight, mean, share, d_costs)
+            cost_weight = number(-tau * d_logit / n)
+            add_plan(
+                banded, plan, tiles[P_TILES], integers, stride, weight, mean, cost_weight, d_costs
+            )
             if not settings.slopes:
                 continue
             other = costs
             if with_costs:
                 other = in_rank_order(banded, costs, k_places, stride, matrices[COSTS_AT])
-            mix_two(own, weight, other, share, places, tiles[P_TILES], stride, matrices[D_PLAN])
-            set_transpose(banded, weight, share, matrices, places, tiles, stride)
+            mix_two(
+                own, weight, other, cost_weight, places, tiles[P_TILES], stride, matrices[D_PLAN]
+            )
+            set_transpose(banded, weight, cost_weight, matrices, places, tiles, stride)
             set_sides_gradient(banded, pairs, head, m, matrices, tiles, stride)
             q_widths[head, l] = side_gradient(
                 settings, queries, head, l, kappa_q, buffers, first, d_query_points[head, l]

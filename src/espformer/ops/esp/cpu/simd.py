@@ -330,7 +330,7 @@ def fold(typingctx, x):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def turn(typingctx, r0, r1, r2, r3, r4, r5, r6, r7):  # type: ignore[no-untyped-def]
+def transpose_tile(typingctx, r0, r1, r2, r3, r4, r5, r6, r7):  # type: ignore[no-untyped-def]
     """The transpose of eight vectors of eight lanes, as a tuple of eight vectors.
 
     Each of the three rounds brings together what comes from twice as many vectors, by shuffles

@@ -152,7 +152,7 @@ def couple_column(targets, sources, weights, x, y):  # type: ignore[no-untyped-d
 
 @part
 def row_sums(kappa, scale_in, scale_out, balanced, sums):  # type: ignore[no-untyped-def]
-    """``A1``: all ones if rows are normalised, nearly so if balanced."""
+    """The row sums ``A1``: all ones if rows are normalised, nearly so if balanced."""
     if balanced:
         multiply_column(kappa, scale_in, sums)
     for i in range(kappa.n):

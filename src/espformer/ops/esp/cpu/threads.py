@@ -43,8 +43,8 @@ class Share(NamedTuple):
     part: int
 
 
-def shares(heads: int, slices: int, work: int) -> list[Share]:
-    """As many as there are threads, or several times that; `work` counts multiplications."""
+def split_work(heads: int, slices: int, work: int) -> list[Share]:
+    """As many shares as threads, or several times that; `work` counts multiplications."""
     threads = min(torch.get_num_threads(), max(1, work // WORTH_A_THREAD))
     if threads == 1:
         return [Share(0, heads, 0, slices, 0)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from espformer.ops.esp.cpu.compiling import part, stand_alone
-from espformer.ops.esp.cpu.simd import LANES, fill, load, pick, store, turn
+from espformer.ops.esp.cpu.simd import LANES, fill, load, pick, store, transpose_tile
 
 EIGHT, SIXTEEN = LANES[8], LANES[16]
 
@@ -50,9 +50,9 @@ def store_rows(out, to, stride, rows):  # type: ignore[no-untyped-def]
 
 
 @part
-def turn_rows(matrix, at, stride):  # type: ignore[no-untyped-def]
+def load_transposed(matrix, at, stride):  # type: ignore[no-untyped-def]
     """The transpose of the tile that begins at `at`: one vector for each of its columns."""
-    return turn(
+    return transpose_tile(
         load(matrix, at, EIGHT),
         load(matrix, at + stride, EIGHT),
         load(matrix, at + 2 * stride, EIGHT),
@@ -65,13 +65,13 @@ def turn_rows(matrix, at, stride):  # type: ignore[no-untyped-def]
 
 
 @part
-def turn_places(matrix, places, first, column):  # type: ignore[no-untyped-def]
+def load_transposed_rows(matrix, places, first, column):  # type: ignore[no-untyped-def]
     """The same of eight rows that begin at `places`, from the `first` of these on.
 
     Indices are unsigned: numba would look whether each of them counts from the end.
     """
     at = np.uintp(first)
-    return turn(
+    return transpose_tile(
         load(matrix, places[at] + column, EIGHT),
         load(matrix, places[at + np.uintp(1)] + column, EIGHT),
         load(matrix, places[at + np.uintp(2)] + column, EIGHT),
@@ -110,4 +110,4 @@ def transpose(matrix, rows, columns, out):  # type: ignore[no-untyped-def]
     stand_alone()
     for i in range(0, rows, 8):
         for j in range(0, columns, 8):
-            store_rows(out, j * rows + i, rows, turn_rows(matrix, i * columns + j, columns))
+            store_rows(out, j * rows + i, rows, load_transposed(matrix, i * columns + j, columns))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from espformer.ops.common.operators import operator, refuse_double_backward
 from espformer.ops.esp.cpu.compiling import kernel, part, relaxed, stand_alone
-from espformer.ops.esp.cpu.threads import run, shares
+from espformer.ops.esp.cpu.threads import run, split_work
 
 MULTIPLICATIONS = 8  # for each number, which decides how many threads are worth it
 # Of a slice. MEAN is that of the results, measured from the first of them; MOVES is one over n, or
@@ -141,7 +141,7 @@ def _run(function: Any, points: Tensor, mask: Tensor | None, *operands: Any) -> 
     def arguments(_: int) -> tuple[Any, ...]:
         return first, kept, *rest, np.empty(tokens, dtype)
 
-    run(function, shares(heads, slices, heads * slices * tokens * MULTIPLICATIONS), arguments)
+    run(function, split_work(heads, slices, heads * slices * tokens * MULTIPLICATIONS), arguments)
 
 
 @operator("cpu_in_spreads")

@@ -1,8 +1,8 @@
 """Attention by the fused kernels: hard (`hard_plan.py`), or soft, as one torch operator.
 
-Every operator costs time of Python for itself, forwards and backwards, which for small problems is
-more than the kernels take. So soft attention is one, ``espformer::soft_attention``, with one for
-its backward, and what they consist of are plain functions:
+Each torch operator costs Python time per call, for small problems more than the kernels. So soft
+attention is one operator, ``espformer::soft_attention``, plus one for its backward; their steps are
+plain functions:
 
     sort_side  →  Plan  →  slice weights: centre_rows, norm_costs, cross_plans  →  apply_plans.
 
@@ -104,12 +104,12 @@ TENSOR_COUNT, DIFFERENTIABLE = len(Operands._fields), len(Gradients._fields)
 
 
 class Side(NamedTuple):
-    """What the backward pass needs of a side, or of both together."""
+    """A side, or both together, for the backward pass."""
 
     points: Tensor
     order: Tensor
     spread: Tensor | None
-    scale: Tensor
+    scales: Tensor
     rows: Tensor | None  # centred tokens, if slices are weighed by their costs
     squares: Tensor | None  # their squared norms
 
@@ -118,7 +118,7 @@ class Side(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the backward pass needs besides the arguments."""
+    """Results of the forward pass that the backward pass needs."""
 
     weights: Tensor  # (batch, L)
     costs: Tensor | None  # (batch, L): mean squared distances
@@ -177,11 +177,11 @@ class Call:
         settings = self.settings
         if settings.one_to_one:
             if mid_scale is None:
-                mid_scale = queries.scale * keys.scale
+                mid_scale = queries.scales * keys.scales
             balanced = settings.balanced
             plan = Plan(
                 queries.points, keys.points, queries.order, keys.order, self.operands.inv_bandwidth,
-                mid_scale, keys.scale if balanced else None, queries.scale if balanced else None,
+                mid_scale, keys.scales if balanced else None, queries.scales if balanced else None,
                 settings.metric,
             )  # fmt: skip
             return plan, (queries, keys), None, None
@@ -210,12 +210,13 @@ class Call:
     def norm_arguments(
         self, side: Side, i: int, coupling: Coupling | None
     ) -> tuple[tuple[Any, ...], Tensor | None]:
-        """What squared norms of a side are summed with, and the factor of its scale.
+        """Arguments of :func:`norm_costs` for side i, and the factor of the coupling on its scales
+        (None if one to one).
 
         A squared norm is weighed by ``Sᵀ T S' 1`` at its token. A rank of the other side takes one,
         or nothing if it is padding.
         """
-        out_scale, factor = side.scale, None
+        out_scale, factor = side.scales, None
         if coupling is not None:
             x, _, _, lengths = self.tokens[1 - i]
             present = torch.ones(x.shape[:2], device=x.device)
@@ -227,7 +228,7 @@ class Call:
                 coupling = Coupling(rows, columns, coupling.weights, count)
             factor = coupling(present[:, None, :, None]).squeeze(-1)
             out_scale = out_scale * factor
-        in_scale = side.scale if self.settings.balanced else None
+        in_scale = side.scales if self.settings.balanced else None
         return (
             side.squares, side.order, out_scale, in_scale, side.points, self.operands.inv_bandwidth,
             self.settings.metric, self.fp32_rows,
@@ -386,13 +387,13 @@ def soft_attention_backward(
     d_slices = None
     by_side, d_mid_scale = _by_side(call, ranked, queries, keys, pieces)
     for i in reversed(range(len(sides))):
-        d_points, d_scale = by_side[i]
+        d_points, d_scales = by_side[i]
         if of_norms:
             d_points += of_norms[i].points
-            d_norm_scale = of_norms[i].scale
-            d_scale = d_norm_scale if d_scale is None else d_norm_scale.add_(d_scale)
+            d_norm_scales = of_norms[i].scales
+            d_scales = d_norm_scales if d_scales is None else d_norm_scales.add_(d_scales)
         dx, dy, d_slices_here, d_inv_here = sort_side_backward(
-            d_points, d_scale, d_mid_scale, sorted_sides[i], call.tokens[i], operands.slices,
+            d_points, d_scales, d_mid_scale, sorted_sides[i], call.tokens[i], operands.slices,
             inv_bandwidth, call.sort_settings, needs.slices, needs.inv_bandwidth,
         )  # fmt: skip
         if d_rows is not None:
@@ -449,7 +450,7 @@ class NormGradients(NamedTuple):
     """Gradients of a side from the sums of its squared norms."""
 
     squares: Tensor  # (heads, N), by token
-    scale: Tensor  # (heads, L, N), by rank
+    scales: Tensor  # (heads, L, N), by rank
     points: Tensor  # (heads, L, N)
 
 
@@ -477,16 +478,16 @@ def _by_side(
     *by_side, d_mid_scale = ranked.unbind(0)
     balanced = call.settings.balanced
     if pieces is not None:
-        d_first = (by_side[2], by_side[3]) if balanced else None
+        d_outer_scales = (by_side[2], by_side[3]) if balanced else None
         d_points = by_side[0], by_side[1]
-        return pieces.gradients(queries, keys, d_points, d_first, d_mid_scale), None
+        return pieces.gradients(queries, keys, d_points, d_outer_scales, d_mid_scale), None
     if len(call.tokens) == 1:
-        d_scale = ranked[2:4].flatten(0, 1) if balanced else None
-        return [(ranked[:2].flatten(0, 1), d_scale)], d_mid_scale
-    scales = [d_mid_scale * keys.scale, d_mid_scale * queries.scale]
+        d_outer_scale = ranked[2:4].flatten(0, 1) if balanced else None
+        return [(ranked[:2].flatten(0, 1), d_outer_scale)], d_mid_scale
+    d_scales = [d_mid_scale * keys.scales, d_mid_scale * queries.scales]
     if balanced:
-        scales = [scale.add_(more) for scale, more in zip(scales, by_side[2:], strict=True)]
-    return [(by_side[0], scales[0]), (by_side[1], scales[1])], None
+        d_scales = [x.add_(more) for x, more in zip(d_scales, by_side[2:], strict=True)]
+    return [(by_side[0], d_scales[0]), (by_side[1], d_scales[1])], None
 
 
 def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:

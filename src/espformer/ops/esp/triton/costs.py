@@ -92,7 +92,7 @@ def norm_costs_grad_kernel(
     d_out_scale_ptr,  # (B, L, N) float32
     d_in_scale_ptr,  # (B, L, N) float32, or None
     slope_ptr,  # (B, L, N) float32: the gradient of the points
-    mass_ptr,  # (B, L, N) float32: room for upstream · κ out_scale
+    kappa_out_ptr,  # (B, L, N) float32: scratch for upstream · κ out_scale
     N, L, HEADS, ATOMIC: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr,
     COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -121,28 +121,30 @@ def norm_costs_grad_kernel(
                     square_ptr + pair // L * N, order_ptr + at, in_scale_ptr, at, m, linked
                 )
                 u_before = tl.load(out_scale_ptr + at + m, mask=linked, other=0.0) * upstream
-                mass, kx, u_slope, x_slope, carry = scan_block(
+                kappa_out, kx, u_slope, x_slope, carry = scan_block(
                     u_before, x_before, points_ptr + at, step, N, inv_bandwidth, carry, pole,
                     reverse == 1, True, TABLE, POLES, COMPLEX, BLOCK,
                 )  # fmt: skip
                 slope = u * x_slope + x * u_slope
-                mass += tl.where(added, tl.load(mass_ptr + rank, mask=inside & added, other=0.0), u)
+                kappa_out += tl.where(
+                    added, tl.load(kappa_out_ptr + rank, mask=inside & added, other=0.0), u
+                )
                 d_out_scale = (kx + tl.where(added, 0.0, x)) * upstream  # the rank itself, once
                 d_out_scale += tl.load(d_out_scale_ptr + rank, mask=inside & added, other=0.0)
                 slope += tl.load(slope_ptr + rank, mask=inside & added, other=0.0)
-                tl.store(mass_ptr + rank, mass, mask=inside)
+                tl.store(kappa_out_ptr + rank, kappa_out, mask=inside)
                 tl.store(d_out_scale_ptr + rank, d_out_scale, mask=inside)
                 tl.store(slope_ptr + rank, slope, mask=inside)
                 if reverse == 1:
                     whole = inside & (pole == POLES - 1)
                     if in_scale_ptr is not None:
-                        tl.store(d_in_scale_ptr + rank, mass * square, mask=whole)
-                        mass *= in_scale
+                        tl.store(d_in_scale_ptr + rank, kappa_out * square, mask=whole)
+                        kappa_out *= in_scale
                     if ATOMIC:
-                        to = d_square_ptr + pair // L * N + token
-                        tl.atomic_add(to, mass, mask=whole, sem="relaxed")
+                        to_ptr = d_square_ptr + pair // L * N + token
+                        tl.atomic_add(to_ptr, kappa_out, mask=whole, sem="relaxed")
                     else:
-                        tl.store(d_square_ptr + at + token, mass, mask=whole)
+                        tl.store(d_square_ptr + at + token, kappa_out, mask=whole)
             tl.debug_barrier()  # the next scan reads what this one has written
 
 

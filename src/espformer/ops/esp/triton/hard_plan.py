@@ -217,15 +217,15 @@ def gather_kernel(
     index_ptr += head * L * N
     x_ptr += head * N * WIDTH
     j = tl.load(index_ptr + i, mask=i < N, other=0)
-    for slice in range(L):
+    for l in range(L):
         x = matched_rows(x_ptr, j, d, WIDTH, columns)
         index_ptr += N
         # Load the index one slice ahead: the address of a row depends on it.
-        j = tl.load(index_ptr + i, mask=(i < N) & (slice + 1 < L), other=0)
-        total += x * tl.load(weight_ptr + head * L + slice)
-    rows = out_ptr + (head * N + i) * WIDTH
+        j = tl.load(index_ptr + i, mask=(i < N) & (l + 1 < L), other=0)
+        total += x * tl.load(weight_ptr + head * L + l)
+    rows_ptr = out_ptr + (head * N + i) * WIDTH
     tl.store(
-        rows[:, None] + d[None, :],
+        rows_ptr[:, None] + d[None, :],
         total.to(out_ptr.dtype.element_ty),
         mask=(i[:, None] < N) & columns,
     )
@@ -247,21 +247,21 @@ def pair_kernel(
     WIDTH = D if D > 0 else D8 * 8
     head, i, d, columns = program_rows(N, BLOCKS, WIDTH, BLOCK_N, BLOCK_D)
     inside = (i[:, None] < N) & columns
-    rows = x_ptr + (head * N + i) * WIDTH
-    x = tl.load(rows[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    rows_ptr = x_ptr + (head * N + i) * WIDTH
+    x = tl.load(rows_ptr[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
     out_ptr += head * L * BLOCKS + tl.program_id(0) % BLOCKS
     index_ptr += head * L * N
     y_ptr += head * N * WIDTH
     j = tl.load(index_ptr + i, mask=i < N, other=0)
-    for slice in range(L):
+    for l in range(L):
         y = matched_rows(y_ptr, j, d, WIDTH, inside)
         index_ptr += N
-        j = tl.load(index_ptr + i, mask=(i < N) & (slice + 1 < L), other=0)
+        j = tl.load(index_ptr + i, mask=(i < N) & (l + 1 < L), other=0)
         if DISTANCE:
             product = (x - y) * (x - y)
         else:
             product = x * y
-        tl.store(out_ptr + slice * BLOCKS, tl.sum(tl.sum(product, 1), 0))
+        tl.store(out_ptr + l * BLOCKS, tl.sum(tl.sum(product, 1), 0))
 
 
 def _tiles(batch: int, tokens: int, width: int, bytes_each: int) -> tuple[int, dict[str, Any]]:
@@ -376,8 +376,8 @@ def matching_costs_backward(
     upstream: Tensor, mine: Tensor, theirs: Tensor, matches: Tensor
 ) -> Tensor:
     """``2 Σ_l upstream_l (mine_i - theirs[matches[l, i]])`` in the dtype of `mine`."""
-    met = gather_sum(theirs, matches, upstream, torch.float32)
-    return (upstream.sum(-1).view(-1, 1, 1) * mine - met).mul_(2).to(mine.dtype)
+    matched = gather_sum(theirs, matches, upstream, torch.float32)
+    return (upstream.sum(-1).view(-1, 1, 1) * mine - matched).mul_(2).to(mine.dtype)
 
 
 @matching_costs_backward.register_fake

@@ -61,7 +61,7 @@ CROWD = 4096
 
 @triton.jit
 def real_step(a, u, b, v):
-    """Joins two stretches of ranks: their decays are a and b, their sums u and v."""
+    """Joins two segments of ranks: their decays are a and b, their sums u and v."""
     return a * b, b * u + v
 
 
@@ -113,19 +113,22 @@ def previous_ranks(n, N, REVERSE: tl.constexpr):
 
 
 @triton.jit
-def real_scan(u, x, a, left, carry, BOTH: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
+def real_scan(
+    u, x, a, carry_decay, carry,
+    BOTH: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Sums over the previous ranks, starting from a carry-in, and the carry-out; of x too if BOTH.
 
-    u and x are those of the previous ranks; `left` is the decay of the carry-in at a rank.
+    u and x are those of the previous ranks; `carry_decay` is that of the carry-in at a rank.
     """
     if BOTH:
         _, f, g = tl.associative_scan((a, a * u, a * x), 0, real_steps, reverse=REVERSE)
-        f += left * carry[0]
-        g += left * carry[1]
+        f += carry_decay * carry[0]
+        g += carry_decay * carry[1]
         after = (last_entry(f, REVERSE, BLOCK), last_entry(g, REVERSE, BLOCK))
     else:
         _, f = tl.associative_scan((a, a * u), 0, real_step, reverse=REVERSE)
-        f += left * carry[0]
+        f += carry_decay * carry[0]
         g = f
         after = (last_entry(f, REVERSE, BLOCK),)
     return f, g, after
@@ -139,7 +142,7 @@ def complex_multiply_add(f_re, f_im, d_re, d_im, s_re, s_im):
 
 @triton.jit
 def complex_scan(
-    u, x, a_re, a_im, left_re, left_im, carry,
+    u, x, a_re, a_im, carry_decay_re, carry_decay_im, carry,
     BOTH: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """:func:`real_scan` for a complex pole."""
@@ -147,15 +150,21 @@ def complex_scan(
         _, _, f_re, f_im, g_re, g_im = tl.associative_scan(
             (a_re, a_im, a_re * u, a_im * u, a_re * x, a_im * x), 0, complex_steps, reverse=REVERSE
         )
-        f_re, f_im = complex_multiply_add(f_re, f_im, left_re, left_im, carry[0], carry[1])
-        g_re, g_im = complex_multiply_add(g_re, g_im, left_re, left_im, carry[2], carry[3])
+        f_re, f_im = complex_multiply_add(
+            f_re, f_im, carry_decay_re, carry_decay_im, carry[0], carry[1]
+        )
+        g_re, g_im = complex_multiply_add(
+            g_re, g_im, carry_decay_re, carry_decay_im, carry[2], carry[3]
+        )
         after = (last_entry(f_re, REVERSE, BLOCK), last_entry(f_im, REVERSE, BLOCK))
         after = after + (last_entry(g_re, REVERSE, BLOCK), last_entry(g_im, REVERSE, BLOCK))
     else:
         _, _, f_re, f_im = tl.associative_scan(
             (a_re, a_im, a_re * u, a_im * u), 0, complex_step, reverse=REVERSE
         )
-        f_re, f_im = complex_multiply_add(f_re, f_im, left_re, left_im, carry[0], carry[1])
+        f_re, f_im = complex_multiply_add(
+            f_re, f_im, carry_decay_re, carry_decay_im, carry[0], carry[1]
+        )
         g_re, g_im = f_re, f_im
         after = (last_entry(f_re, REVERSE, BLOCK), last_entry(f_im, REVERSE, BLOCK))
     return f_re, f_im, g_re, g_im, after
@@ -226,24 +235,26 @@ def scan_block(
         v_re = w_re * p_re - w_im * p_im
         v_im = w_re * p_im + w_im * p_re
         a_re, a_im = pole_decay(p_re, p_im, tl.where(linked, gap * inv_bandwidth, float("inf")))
-        left_re, left_im = pole_decay(p_re, p_im, to_edge * inv_bandwidth)
+        carry_decay_re, carry_decay_im = pole_decay(p_re, p_im, to_edge * inv_bandwidth)
         f_re, f_im, g_re, g_im, after = complex_scan(
-            u, x, a_re, a_im, left_re, left_im, carry, BOTH, REVERSE, BLOCK
+            u, x, a_re, a_im, carry_decay_re, carry_decay_im, carry, BOTH, REVERSE, BLOCK
         )
         ku = w_re * f_re - w_im * f_im
         kx = w_re * g_re - w_im * g_im
         u_slope = v_re * f_re - v_im * f_im
         x_slope = v_re * g_re - v_im * g_im
     else:
-        decay, left = tl.exp(-gap * inv_bandwidth), tl.exp(-to_edge * inv_bandwidth)
+        decay, carry_decay = tl.exp(-gap * inv_bandwidth), tl.exp(-to_edge * inv_bandwidth)
         decay = tl.where(linked, decay, 0.0)
         own = carry[:2] if BOTH else carry
-        ku, kx, after = real_scan(u, x, decay, left, own, BOTH, REVERSE, BLOCK)
+        ku, kx, after = real_scan(u, x, decay, carry_decay, own, BOTH, REVERSE, BLOCK)
         u_slope, x_slope = ku, kx
         if BOTH:  # equal points are left out
             same = tl.where(linked & (gap == 0.0), 1.0, 0.0)
-            left = tl.where(to_edge == 0.0, 1.0, 0.0)
-            u_tied, x_tied, end = real_scan(u, x, same, left, carry[2:], BOTH, REVERSE, BLOCK)
+            carry_decay = tl.where(to_edge == 0.0, 1.0, 0.0)
+            u_tied, x_tied, end = real_scan(
+                u, x, same, carry_decay, carry[2:], BOTH, REVERSE, BLOCK
+            )
             u_slope = ku - u_tied
             x_slope = kx - x_tied
             after = after + end
@@ -255,24 +266,24 @@ def scan_block(
 
 @triton.jit
 def scan_pole(
-    points_ptr, x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N,
-    pole, REVERSE: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr,
-    BLOCK: tl.constexpr,
+    points_ptr, x_ptr, upstream_ptr, d_mid_ptr, other_ptr, y_ptr, slope_ptr, length, inv_bandwidth,
+    N, pole, REVERSE: tl.constexpr, TABLE: tl.constexpr, POLES: tl.constexpr,
+    COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Scans one pole in one direction, for what :func:`column_kernel` computes.
 
     The first scan writes the contribution of its pole and direction to y or to the slope, and all
-    others add theirs. Of scales, the last one takes the inverse.
+    others add theirs. If scales are wanted (no x, no slope), the last scan inverts the sum.
     """
     added = (pole > 0) | REVERSE
     carry = zero_carry(slope_ptr is not None, COMPLEX)
     for step in range(tl.cdiv(N, BLOCK)):
         n = block_ranks(step, N, REVERSE, BLOCK)
         inside = n < N
-        u, x = column_operands(x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, n, inside, length)
+        u, x = column_operands(x_ptr, upstream_ptr, d_mid_ptr, other_ptr, y_ptr, n, inside, length)
         m, linked = previous_ranks(n, N, REVERSE)
         u_before, x_before = column_operands(
-            x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, m, linked, length
+            x_ptr, upstream_ptr, d_mid_ptr, other_ptr, y_ptr, m, linked, length
         )
         y, _, u_slope, x_slope, carry = scan_block(
             u_before, x_before, points_ptr, step, N, inv_bandwidth, carry, pole, REVERSE,
@@ -291,14 +302,14 @@ def scan_pole(
 
 @triton.jit
 def scan_column(
-    points_ptr, x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, slope_ptr, length, inv_bandwidth, N,
-    TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
+    points_ptr, x_ptr, upstream_ptr, d_mid_ptr, other_ptr, y_ptr, slope_ptr, length, inv_bandwidth,
+    N, TABLE: tl.constexpr, POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Scans every pole in both directions; afterwards y, or the slope, is complete."""
     for reverse in tl.static_range(2):
         for pole in range(POLES):
             scan_pole(
-                points_ptr, x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, slope_ptr, length,
+                points_ptr, x_ptr, upstream_ptr, d_mid_ptr, other_ptr, y_ptr, slope_ptr, length,
                 inv_bandwidth, N, pole, reverse == 1, TABLE, POLES, COMPLEX, BLOCK,
             )  # fmt: skip
             tl.debug_barrier()  # the next scan reads what this one has written
@@ -307,7 +318,7 @@ def scan_column(
 @triton.jit(do_not_specialize=("L", "HEADS"))
 def column_kernel(
     x_ptr,  # (B, L, N) float32, or None: ones
-    p_ptr,  # (B, L, N) float32, for a slope; or None
+    upstream_ptr,  # (B, L, N) float32, for a slope; or None
     d_mid_ptr,  # (HEADS, L, N) float32: of the product of two sides' scales; or None
     points_ptr,  # (B, L, N) float32
     lengths_ptr,  # (HEADS,) int32, or None: all N
@@ -321,9 +332,9 @@ def column_kernel(
 
     - of x alone: ``y = κx``;
     - of nothing: ``y = 1 / κ1``, the scales that make rows sum to one, with ones up to the length;
-    - of x and p, to the slope: the gradient of ``pᵀ κ x``, which is ``p · κ'x + x · κ'p``;
+    - of x and an upstream u, to the slope: the gradient of ``uᵀ κ x``, ``u · κ'x + x · κ'u``;
     - of scales y and their gradients, to the slope: the gradient through these scales. That of y
-      itself is p, that of the product of both sides' scales is `d_mid`.
+      itself is the upstream, that of the product of both sides' scales is `d_mid`.
 
     All else is None. B is HEADS, or twice that: the keys of all heads follow the queries.
     """
@@ -340,13 +351,13 @@ def column_kernel(
         x_ptr += pair * N
     if y_ptr is not None:
         y_ptr += pair * N
-    if p_ptr is not None:
-        p_ptr += pair * N
+    if upstream_ptr is not None:
+        upstream_ptr += pair * N
     if slope_ptr is not None:
         slope_ptr += pair * N
     inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
     scan_column(
-        points_ptr + pair * N, x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, slope_ptr, length,
+        points_ptr + pair * N, x_ptr, upstream_ptr, d_mid_ptr, other_ptr, y_ptr, slope_ptr, length,
         inv_bandwidth, N, TABLE, POLES, COMPLEX, BLOCK,
     )  # fmt: skip
 
@@ -389,12 +400,12 @@ def columns(shape: Shape, heads: int, metric: str, fp32_rows: bool) -> Launch:
 
 
 def sorted_slope(
-    p: Tensor, x: Tensor, points: Tensor, inv_bandwidth: Tensor, metric: str, fp32_rows: bool
+    u: Tensor, x: Tensor, points: Tensor, inv_bandwidth: Tensor, metric: str, fp32_rows: bool
 ) -> Tensor:
-    """``p · κ'x + x · κ'p``: the gradient of ``pᵀ κ x`` in the points."""
+    """``u · κ'x + x · κ'u``: the gradient of ``uᵀ κ x`` in the points."""
     slope = torch.empty_like(points)
     column = columns(points.shape, inv_bandwidth.shape[0], metric, fp32_rows)
-    column(x, p, None, points, None, inv_bandwidth, None, slope)
+    column(x, u, None, points, None, inv_bandwidth, None, slope)
     return slope
 
 
@@ -445,7 +456,7 @@ def balance_kernel(
     points_ptr,  # (B, L, N) float32
     lengths_ptr,  # (HEADS,) int32, or None
     inv_bandwidth_ptr,  # (HEADS,) float32
-    y_ptr,  # (B, L, N) float32: room for κz
+    y_ptr,  # (B, L, N) float32: scratch for κz
     N, L, HEADS, EXPONENTS: tl.constexpr, STEPS: tl.constexpr, TABLE: tl.constexpr,
     POLES: tl.constexpr, COMPLEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -534,21 +545,21 @@ class Tokens(NamedTuple):
 
 
 class SortedSide(NamedTuple):
-    """Tokens softly sorted on every slice: ``diag(scale) κ``, or ``diag(scale) κ diag(scale)`` if
-    balanced. With two sides, heads are those of the queries, then those of the keys.
+    """Tokens softly sorted on every slice: ``diag(scales) κ``, or ``diag(scales) κ diag(scales)``
+    if balanced. With two sides, heads are those of the queries, then those of the keys.
     """
 
     points: Tensor  # (heads, L, N): sorted; padding repeats the last true one
     order: Tensor  # (heads, L, N) int32: the token at each rank
     spread: Tensor | None  # (heads, L), if points are in units of it
-    scale: Tensor  # (heads, L, N); zero at padding
+    scales: Tensor  # (heads, L, N); zero at padding
 
     def halves(self) -> tuple[SortedSide, SortedSide]:
         """The queries and the keys of two sides, without the spread."""
-        points, order, scale = self.points.chunk(2), self.order.chunk(2), self.scale.chunk(2)
+        points, order, scales = self.points.chunk(2), self.order.chunk(2), self.scales.chunk(2)
         return (
-            SortedSide(points[0], order[0], None, scale[0]),
-            SortedSide(points[1], order[1], None, scale[1]),
+            SortedSide(points[0], order[0], None, scales[0]),
+            SortedSide(points[1], order[1], None, scales[1]),
         )
 
 
@@ -570,13 +581,13 @@ def sort_side(
     points, order, spread = sort_points(
         tokens.x, tokens.y, slices, tokens.mask, tokens.lengths, scale, in_spreads
     )
-    scales = balanced_scales if balanced else row_scales
-    found = scales(points, tokens.lengths, inv_bandwidth, metric, fp32_rows)
-    return SortedSide(points, order, spread, found)
+    normalise = balanced_scales if balanced else row_scales
+    scales = normalise(points, tokens.lengths, inv_bandwidth, metric, fp32_rows)
+    return SortedSide(points, order, spread, scales)
 
 
 def sort_side_backward(
-    d_points: Tensor, d_scale: Tensor | None, d_mid_scale: Tensor | None, side: SortedSide,
+    d_points: Tensor, d_scales: Tensor | None, d_mid_scale: Tensor | None, side: SortedSide,
     tokens: Tokens, slices: Tensor | None, inv_bandwidth: Tensor, settings: SortSettings,
     with_slices: bool, with_inv_bandwidth: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
@@ -584,16 +595,16 @@ def sort_side_backward(
 
     Two sides may have the gradient of the product of their scales, `d_mid_scale`.
     """
-    arguments = side.scale, side.points, inv_bandwidth, settings.metric, settings.fp32_rows
+    arguments = side.scales, side.points, inv_bandwidth, settings.metric, settings.fp32_rows
     if not settings.balanced:
-        slope = row_scales_backward(d_scale, *arguments, d_mid_scale)
+        slope = row_scales_backward(d_scales, *arguments, d_mid_scale)
     else:
         if d_mid_scale is not None:
-            others = side.scale.view(2, *d_mid_scale.shape).flip(0)
-            of_mid = (others * d_mid_scale).view(side.scale.shape)
-            d_scale = of_mid if d_scale is None else of_mid.add_(d_scale)
-        assert d_scale is not None
-        slope = balanced_scales_backward(d_scale, *arguments)
+            other_scales = side.scales.view(2, *d_mid_scale.shape).flip(0)
+            of_mid = (other_scales * d_mid_scale).view(side.scales.shape)
+            d_scales = of_mid if d_scales is None else of_mid.add_(d_scales)
+        assert d_scales is not None
+        slope = balanced_scales_backward(d_scales, *arguments)
     d_inv_bandwidth = None
     if with_inv_bandwidth:
         d_inv_bandwidth = bandwidth_gradient(slope, side.points, inv_bandwidth)

@@ -21,16 +21,16 @@ numbers and ranks takes some forty launches. This file reads from top to bottom:
    ``espformer::mix_rows``.
 
 **Scans.** A row of a thousand numbers is nothing for a GPU, so the number of launches is what it
-costs. A stretch of ranks is known by the point s of its last rank and by sums ``u`` that have
-decayed to that point. Of two stretches that follow each other, the sums are joined as
+costs. A segment of ranks is known by the point s of its last rank and by sums ``u`` that have
+decayed to that point. Of two segments that follow each other, the sums are joined as
 
     u = exp(-|s_2 - s_1|) u_1 + u_2,
 
 for all ranks at once by ``tl.associative_scan``, in both directions. Decays are computed from the
-points of the stretches, not step by step, so that errors do not add up along a row.
+points of the segments, not step by step, so that errors do not add up along a row.
 
 **Ties.** κ' leaves out equal points. Sums over all ranks but those that are tied with the last one
-(`untied`) are joined likewise: the first stretch counts as a whole if it ends at another point,
+(`untied`) are joined likewise: the first segment counts as a whole if it ends at another point,
 and as far as it is untied itself if it ends at the same.
 
 **Values.** A program takes one column of values after another. Both directions are
@@ -91,7 +91,7 @@ MOST_ROW_WIDTH = 16
 
 @triton.jit
 def join(s, u, x, s_next, u_next, x_next):
-    """Two stretches of ranks as one: its last point, and sums of u and x at that point."""
+    """Two segments of ranks as one: its last point, and sums of u and x at that point."""
     decay = exp2_minus_abs(s_next - s)
     return s_next, decay * u + u_next, decay * x + x_next
 
@@ -188,13 +188,13 @@ def number_gradients(slope, points, here, inv_bandwidth, row, spread_ptr, d_inv_
     count = tl.maximum(tl.sum(here.to(tl.int32), 0), 1)
     mean = tl.sum(tl.where(here, points, 0.0), 0) / count
     centred = tl.where(here, points - mean, 0.0)
-    stretch = tl.sum(slope * centred, 0)
+    bandwidth_dot = tl.sum(slope * centred, 0)
     if d_inv_bandwidth_ptr is not None:
-        tl.store(d_inv_bandwidth_ptr + row, stretch / inv_bandwidth)
+        tl.store(d_inv_bandwidth_ptr + row, bandwidth_dot / inv_bandwidth)
     if spread_ptr is not None:
         # Divided by the spread, points have a spread of one; or nearly none, and no gradient.
         flat = tl.sum(centred * centred, 0) <= 0.5 * count
-        slope = (slope - stretch / count * centred) / tl.load(spread_ptr + row)
+        slope = (slope - bandwidth_dot / count * centred) / tl.load(spread_ptr + row)
         slope = tl.where(flat, 0.0, slope)
     return slope
 
@@ -331,7 +331,7 @@ def _short_numbers_grad(shape: Shape) -> Launch:
 def _mix_short_numbers(
     numbers: Tensor, inv_bandwidth: Tensor, mask: Tensor | None, in_spreads: bool, ranks: bool
 ) -> tuple[Tensor | None, ...]:
-    """What the operators ``sort_numbers`` and ``rank_numbers`` return."""
+    """Results of the operators ``sort_numbers`` and ``rank_numbers``, for short rows."""
     batch, count = numbers.shape
     column = batch, 1, count
     out = torch.empty_like(numbers)

@@ -6,20 +6,21 @@ A program works on one chunk of C neighbouring ranks of one (head, slice). Withi
 is a dense C×C matrix on the tensor cores. What other chunks contribute comes in through
 states, a few rows per direction and chunk: with poles p of the table of exponentials,
 
-    L_c = Σ_{j before c} exp(-p (first_c - s_j)) x_j,
-    R_c = Σ_{j after c} exp(-p (s_j - last_c)) x_j
+    left_c = Σ_{j before c} exp(-p (first_c - s_j)) x_j,
+    right_c = Σ_{j after c} exp(-p (s_j - last_c)) x_j
 
 where s are the sorted points and first_c and last_c the smallest and the largest one of the chunk
 (`soft_plan.py` makes them). They are (batch, slices, chunks, STATE_ROWS, width), in float32, or in
 bfloat16 for 16-bit rows and a real pole. STATE_ROWS is zero if there is one chunk. It is at most
 STATE_BLOCK, to which products pad it, so that making and using states are matrix products too:
 
-    absolute: L, R and, for the backward, their ties;     squared: (Re, Im) of every pole, L then R
+    absolute: left, right and, for the backward, their ties;
+    squared: (Re, Im) of every pole, left then right
 
 ``exp(-|x|)`` has a kink at zero, and its slope there is taken as zero, so that the arbitrary order
 of equal points does not change their gradients. Within a chunk equal points are found by
-comparison. Across chunks, two more rows (four in all) hold the part of L and R from points equal to
-first_c or last_c. Ties are frequent in 16-bit inputs.
+comparison. Across chunks, two more rows (four in all) hold the part of left_c and right_c from
+points equal to first_c or last_c. Ties are frequent in 16-bit inputs.
 
 Offsets within a head are 32-bit; pointers are moved to the head with 64 bits first.
 
@@ -36,11 +37,10 @@ is :func:`espformer.ops.esp.triton.soft_plan.state_table`.
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
+from espformer.ops.common.triton import INTERPRETED
 from espformer.ops.esp.exponentials import ABSOLUTE, GAUSSIAN, ExponentialSum
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -52,8 +52,6 @@ COUNTS = ("HEADS", "L", "KEYS", "QUERIES", "TOKENS", "CHUNKS", "START", "COUNT",
 # State rows as an operand of a matrix product: the least that tensor cores take, and as many as the
 # four complex poles of float32 rows need.
 STATE_BLOCK = tl.constexpr(16)
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def exponential_table(metric: str, fp32_rows: bool) -> ExponentialSum:
@@ -320,16 +318,16 @@ def add_rows(
         scale = tl.load(scale_ptr + n, mask=n < N, other=0.0)[:, None]
         y = y * scale
     if ATOMIC:
-        at = out_ptr + head * TOKENS * D + tokens[:, None] * D + d[None, :]
+        rows_ptr = out_ptr + head * TOKENS * D + tokens[:, None] * D + d[None, :]
         if EVEN:
-            tl.atomic_add(at, y, sem="relaxed")
+            tl.atomic_add(rows_ptr, y, sem="relaxed")
         else:
-            tl.atomic_add(at, y, mask=inside, sem="relaxed")
+            tl.atomic_add(rows_ptr, y, mask=inside, sem="relaxed")
     else:
-        at = out_ptr + pair * TOKENS * D + tokens[:, None] * D + d[None, :]
+        rows_ptr = out_ptr + pair * TOKENS * D + tokens[:, None] * D + d[None, :]
         if scale_ptr is not None:
             inside = inside & (scale != 0)
-        tl.store(at, y, mask=inside)
+        tl.store(rows_ptr, y, mask=inside)
 
 
 @triton.jit
@@ -342,29 +340,30 @@ def load_squares(square_ptr, order_ptr, in_scale_ptr, at, n, inside):
 
 
 @triton.jit
-def column_operands(x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, n, inside, length):
-    """u and x at ranks n: κx is asked for, or the slope of ``uᵀ κ x``.
+def column_operands(x_ptr, upstream_ptr, d_mid_ptr, other_ptr, y_ptr, n, inside, length):
+    """u and x at ranks n, of κx or of the slope of ``uᵀ κ x``.
 
-    Of scales ``y = 1 / κ1``, whose gradient is p, it is the slope of ``-(p y²)ᵀ κ 1``; the gradient
-    of the product of both sides' scales, `d_mid`, times the other side's scales adds to p.
+    Without operands both are ones up to `length`. Given gradients of ``y = 1 / κ1``, x = 1 and
+    u = -(gradient of y) y². The gradient of y is the upstream, plus `d_mid`, that of the product of
+    both sides' scales, times the other side's scales.
     """
     if x_ptr is not None:
         x = tl.load(x_ptr + n, mask=inside, other=0.0)
-        u = x if p_ptr is None else tl.load(p_ptr + n, mask=inside, other=0.0)
-    elif p_ptr is None and d_mid_ptr is None:
+        u = x if upstream_ptr is None else tl.load(upstream_ptr + n, mask=inside, other=0.0)
+    elif upstream_ptr is None and d_mid_ptr is None:
         x = tl.where(inside & (n < length), 1.0, 0.0)
         u = x
     else:
         scale = tl.load(y_ptr + n, mask=inside, other=0.0)
         x = tl.where(scale == 0.0, 0.0, 1.0)
         if d_mid_ptr is None:
-            p = tl.load(p_ptr + n, mask=inside, other=0.0)
+            d_scale = tl.load(upstream_ptr + n, mask=inside, other=0.0)
         else:
-            p = tl.load(d_mid_ptr + n, mask=inside, other=0.0)
-            p *= tl.load(other_ptr + n, mask=inside, other=0.0)
-            if p_ptr is not None:
-                p += tl.load(p_ptr + n, mask=inside, other=0.0)
-        u = p * (-scale * scale)
+            d_scale = tl.load(d_mid_ptr + n, mask=inside, other=0.0)
+            d_scale *= tl.load(other_ptr + n, mask=inside, other=0.0)
+            if upstream_ptr is not None:
+                d_scale += tl.load(upstream_ptr + n, mask=inside, other=0.0)
+        u = d_scale * (-scale * scale)
     return u, x
 
 
@@ -477,7 +476,7 @@ def decay_from_ends(points, first, last, inv_bandwidth):
 
 
 @triton.jit
-def distances_in_chunk(points, before, last, COMPLEX: tl.constexpr, STATE_ROWS: tl.constexpr):
+def distances_in_chunk(points, prev_last, last, COMPLEX: tl.constexpr, STATE_ROWS: tl.constexpr):
     """Distances from the end of the previous chunk, for left states, and to the own end, for right
     states.
 
@@ -485,7 +484,7 @@ def distances_in_chunk(points, before, last, COMPLEX: tl.constexpr, STATE_ROWS: 
     """
     r = tl.arange(0, STATE_BLOCK)[None, :]
     from_left = r < STATE_ROWS // 2 if COMPLEX else r % 2 == 0
-    return tl.where(from_left, (points - before)[:, None], (points - last)[:, None])
+    return tl.where(from_left, (points - prev_last)[:, None], (points - last)[:, None])
 
 
 @triton.jit
@@ -501,9 +500,10 @@ def table_entry(TABLE: tl.constexpr, WHICH: tl.constexpr, r, STATE_ROWS: tl.cons
 def state_coefficients(
     TABLE: tl.constexpr, points, first, last, inv_bandwidth,
     KIND: tl.constexpr, COMPLEX: tl.constexpr, STATE_ROWS: tl.constexpr, FP32_ROWS: tl.constexpr,
-    AFTER: tl.constexpr = 0,
+    FIRST_COLUMN: tl.constexpr = 0,
 ):  # fmt: skip
-    """Coefficients between ranks and states, (ranks, state rows), AFTER so many others. By KIND:
+    """Coefficients between ranks and states, (ranks, STATE_BLOCK); columns before FIRST_COLUMN are
+    zero. By KIND:
 
     "in": from a rank to the sums of its chunk, evaluated at the chunk's far end; "out": from a
     state to κx at a rank; "slope": from a state to κ'x.
@@ -511,7 +511,7 @@ def state_coefficients(
     With complex poles it is ``size · exp(-Re p · x) · cos(phase - Im p · x)``; TABLE has for every
     state row Re p, Im p, and size and phase of each kind.
     """
-    r = tl.arange(0, STATE_BLOCK)[None, :] - AFTER
+    r = tl.arange(0, STATE_BLOCK)[None, :] - FIRST_COLUMN
     if COMPLEX:
         which: tl.constexpr = 2 if KIND == "in" else (4 if KIND == "out" else 6)
         half: tl.constexpr = STATE_ROWS // 2
@@ -641,6 +641,6 @@ def load_states(states_ptr, chunk, d, D, STATE_ROWS: tl.constexpr):
     r = tl.arange(0, STATE_BLOCK)[:, None]
     states = tl.zeros((STATE_BLOCK, d.shape[0]), tl.float32)
     if STATE_ROWS > 0:
-        at = states_ptr + (chunk * STATE_ROWS + r) * D + d[None, :]
-        states = tl.load(at, mask=(r < STATE_ROWS) & (d[None, :] < D), other=0.0)
+        state_ptr = states_ptr + (chunk * STATE_ROWS + r) * D + d[None, :]
+        states = tl.load(state_ptr, mask=(r < STATE_ROWS) & (d[None, :] < D), other=0.0)
     return states

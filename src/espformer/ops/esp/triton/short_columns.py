@@ -58,7 +58,7 @@ BLOCK_M, BLOCK_N = 32, 16
 @triton.jit(do_not_specialize=("N", "L", "HEADS"))
 def short_column_kernel(
     x_ptr,  # (B, L, N) float32, or None: ones
-    p_ptr,  # (B, L, N) float32, for a slope; or None
+    upstream_ptr,  # (B, L, N) float32, for a slope; or None
     d_mid_ptr,  # (HEADS, L, N) float32: of the product of two sides' scales; or None
     points_ptr,  # (B, L, N) float32
     lengths_ptr,  # (HEADS,) int32, or None: all N
@@ -67,7 +67,7 @@ def short_column_kernel(
     slope_ptr,  # (B, L, N) float32, or None
     N, L, HEADS, R: tl.constexpr, G: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """What :func:`espformer.ops.esp.triton.normalise.column_kernel` computes, for one slice."""
+    """Results of :func:`espformer.ops.esp.triton.normalise.column_kernel`, for one slice."""
     pair = tl.program_id(0).to(tl.int64)
     head = pair // L % HEADS
     length = N
@@ -81,8 +81,8 @@ def short_column_kernel(
         x_ptr += pair * N
     if y_ptr is not None:
         y_ptr += pair * N
-    if p_ptr is not None:
-        p_ptr += pair * N
+    if upstream_ptr is not None:
+        upstream_ptr += pair * N
     points_ptr += pair * N
     inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
     rate = inv_bandwidth * LOG2E
@@ -91,7 +91,7 @@ def short_column_kernel(
     for r in tl.static_range(R):
         n = tl.arange(0, G) * R + r
         u_here, x_here = column_operands(
-            x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, n, n < N, length
+            x_ptr, upstream_ptr, d_mid_ptr, other_ptr, y_ptr, n, n < N, length
         )
         u = u + (u_here[:, None],)
         x = x + (x_here[:, None],)
@@ -173,7 +173,7 @@ def row_block(points_ptr, start, N, rate, BLOCKS: tl.constexpr, M: tl.constexpr,
 @triton.jit(do_not_specialize=("L", "HEADS"))
 def dense_column_kernel(
     x_ptr,  # (B, L, N) float32, or None: ones
-    p_ptr,  # (B, L, N) float32, for a slope; or None
+    upstream_ptr,  # (B, L, N) float32, for a slope; or None
     d_mid_ptr,  # (HEADS, L, N) float32: of the product of two sides' scales; or None
     points_ptr,  # (B, L, N) float32
     lengths_ptr,  # (HEADS,) int32, or None
@@ -195,8 +195,8 @@ def dense_column_kernel(
         x_ptr += pair * N
     if y_ptr is not None:
         y_ptr += pair * N
-    if p_ptr is not None:
-        p_ptr += pair * N
+    if upstream_ptr is not None:
+        upstream_ptr += pair * N
     if slope_ptr is not None:
         slope_ptr += pair * N
     points_ptr += pair * N
@@ -205,12 +205,14 @@ def dense_column_kernel(
     for start in range(0, N, BLOCK_M):
         n, begin, end = row_block(points_ptr, start, N, rate, BLOCKS, BLOCK_M, BLOCK_N)
         u_here, x_here = column_operands(
-            x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, n, n < N, length
+            x_ptr, upstream_ptr, d_mid_ptr, other_ptr, y_ptr, n, n < N, length
         )
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for block in range(begin, end):
             j = block * BLOCK_N + tl.arange(0, BLOCK_N)
-            u, x = column_operands(x_ptr, p_ptr, d_mid_ptr, other_ptr, y_ptr, j, j < N, length)
+            u, x = column_operands(
+                x_ptr, upstream_ptr, d_mid_ptr, other_ptr, y_ptr, j, j < N, length
+            )
             kappa, gap = kappa_and_gap(points_ptr, n, j, N, rate)
             if slope_ptr is not None:
                 both = u_here[:, None] * x[None, :] + x_here[:, None] * u[None, :]
@@ -283,7 +285,7 @@ def dense_norm_costs_grad_kernel(
         inside = n < N
         u_here = tl.load(out_scale_ptr + at + n, mask=inside, other=0.0)
         x_here = load_squares(square_ptr, order_ptr + at, in_scale_ptr, at, n, inside)
-        mass = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        kappa_out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         slope = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for block in range(begin, end):
@@ -291,7 +293,7 @@ def dense_norm_costs_grad_kernel(
             u = tl.load(out_scale_ptr + at + j, mask=j < N, other=0.0)
             x = load_squares(square_ptr, order_ptr + at, in_scale_ptr, at, j, j < N)
             kappa, gap = kappa_and_gap(points_ptr, n, j, N, rate)
-            mass += kappa * u[None, :]
+            kappa_out += kappa * u[None, :]
             sums += kappa * x[None, :]
             both = u_here[:, None] * x[None, :] + x_here[:, None] * u[None, :]
             slope += kappa * gap * both
@@ -299,15 +301,15 @@ def dense_norm_costs_grad_kernel(
         tl.store(d_out_scale_ptr + at + n, d_out_scale, mask=inside)
         d_points = tl.sum(slope, 1) * (upstream * SLOPE * inv_bandwidth)
         tl.store(slope_ptr + at + n, d_points, mask=inside)
-        d_square = tl.sum(mass, 1) * upstream
+        d_square = tl.sum(kappa_out, 1) * upstream
         token = tl.load(order_ptr + at + n, mask=inside, other=0)
         if in_scale_ptr is not None:
             square = tl.load(square_ptr + token, mask=inside, other=0.0)
             tl.store(d_in_scale_ptr + at + n, d_square * square, mask=inside)
             d_square *= tl.load(in_scale_ptr + at + n, mask=inside, other=0.0)
         if ATOMIC:
-            to = d_square_ptr + pair // L * N + token
-            tl.atomic_add(to, d_square, mask=inside, sem="relaxed")
+            to_ptr = d_square_ptr + pair // L * N + token
+            tl.atomic_add(to_ptr, d_square, mask=inside, sem="relaxed")
         else:
             tl.store(d_square_ptr + at + token, d_square, mask=inside)
 

@@ -34,8 +34,9 @@ would compute dot products where they are stored, and keep all sums until then
 (:func:`espformer.ops.esp.triton.primitives.computed_here`).
 
 **Ties.** Equal points are excluded from κ' (``untied``): this sum does not change while the point
-stays the same. At the ranks that continue the point of a previous group, it is that of the group
-where the point occurs first, which is found last (:func:`origins`) and added to their dot products.
+stays the same. If a group begins with the point that ended the previous group, the untied sum at
+that point is the one of the group where the point first occurs. :func:`origins` finds it; its dot
+products are added last.
 
 Ranks past the end repeat the last point, and their rows are zero.
 """
@@ -227,7 +228,7 @@ def dot(x, y):
 
 @triton.jit
 def dots(w, g, w_untied, g_untied, w_sums, g_sums, MID: tl.constexpr, SCALE: tl.constexpr):
-    """What :func:`scan_pair` returns for one rank: of the first kind, of MID, and of SCALE."""
+    """Results of :func:`scan_pair` for one rank: of the first kind, of MID, and of SCALE."""
     force = computed_here(tl.sum(w * g_untied, 1) + tl.sum(g * w_untied, 1))
     of_mid, of_scale = force, force
     if MID:
@@ -313,8 +314,8 @@ def load_group_rows(
     found = ()
     for r in tl.static_range(R):
         n = tl.arange(0, G) * R + r
-        at = x_ptr + (tokens[r][:, None] * D + d)
-        row = tl.load(at, mask=(n < N)[:, None] & (d < D), other=0.0).to(tl.float32)
+        row_ptr = x_ptr + (tokens[r][:, None] * D + d)
+        row = tl.load(row_ptr, mask=(n < N)[:, None] & (d < D), other=0.0).to(tl.float32)
         if scale_ptr is not None:
             row *= tl.load(scale_ptr + n, mask=n < N, other=0.0)[:, None]
         found = found + (row,)
@@ -425,8 +426,8 @@ def short_apply_kernel(
                 row = y[r] * weight
                 if query_scale_ptr is not None:
                     row *= tl.load(query_scale_ptr + n, mask=n < N, other=0.0)[:, None]
-                at = out_ptr + (tokens[r][:, None] * D + d)
-                tl.atomic_add(at, row, mask=(n < N)[:, None] & (d < D), sem="relaxed")
+                row_ptr = out_ptr + (tokens[r][:, None] * D + d)
+                tl.atomic_add(row_ptr, row, mask=(n < N)[:, None] & (d < D), sem="relaxed")
 
     total = tl.zeros((G,), tl.float32)
     for r in tl.static_range(R):
@@ -499,7 +500,7 @@ class ShortPlanKernels:
         self, x: Tensor, weight: Tensor, out: Tensor, ties: bool = False
     ) -> tuple[None, None]:
         """Adds ``Σ_l weight_l plan_l x`` to `out`. There are no states, and ties need none."""
-        self._apply(self.plan, x, weight, out, None, None, None, None, None)
+        self._apply(self.plan, x, weight, out, None)
         return None, None
 
     def cross(self, g: Tensor, x: Tensor, out: Tensor) -> None:
@@ -515,21 +516,22 @@ class ShortPlanKernels:
             self.plan, x, weight, dg, g, found.query_points, found.query_scale, found.mid_scale,
             found.weight,
         )  # fmt: skip
-        self._apply(
-            self.plan.transposed(), g, weight, dx, x, found.key_points, found.key_scale, None, None
-        )
+        self._apply(self.plan.transposed(), g, weight, dx, x, found.key_points, found.key_scale)
 
     def _apply(
         self, plan: Plan, x: Tensor, weight: Tensor | None, out: Tensor | None, g: Tensor | None,
-        *found: Tensor | None,
+        d_points: Tensor | None = None, d_query_scale: Tensor | None = None,
+        d_mid_scale: Tensor | None = None, totals: Tensor | None = None,
     ) -> None:  # fmt: skip
-        rows = out if g is None else g
-        assert rows is not None
+        """The plan from keys to queries, and with g its gradients on the side of the queries."""
+        query_rows = out if g is None else g
+        assert query_rows is not None
         _, keys, width = x.shape
         launch = _launch(
-            self.batch * self.slices, self.slices, self.ranks, keys, rows.shape[-2], width
+            self.batch * self.slices, self.slices, self.ranks, keys, query_rows.shape[-2], width
         )
         launch(
             x, plan.key_order, plan.key_scale, plan.key_points, plan.query_order, plan.query_scale,
-            plan.query_points, plan.mid_scale, plan.inv_bandwidth, weight, out, g, *found,
+            plan.query_points, plan.mid_scale, plan.inv_bandwidth, weight, out, g, d_points,
+            d_query_scale, d_mid_scale, totals,
         )  # fmt: skip

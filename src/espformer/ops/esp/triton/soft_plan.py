@@ -6,9 +6,10 @@ The torch twins are :func:`espformer.ops.esp.linear.apply_plans` and
 :class:`espformer.ops.esp.sorted_kernel.ChunkStates`. This file reads from top to bottom:
 
 1. :class:`Plan`, and :class:`Pieces`, of which a plan is made between sides of two lengths.
-2. States, which carry the contribution of other chunks: the kernels `sums`, `link` and `scan`; how
-   ranks are divided into :class:`Chunks`; and :func:`chunk_states`, which launches all of it.
-3. The kernels `apply` and `cross`, for a chunk and its states.
+2. States, which carry the contribution of other chunks: `sums_kernel`, `link_kernel` and
+   `scan_kernel`; how ranks are divided into :class:`Chunks`; and :func:`chunk_states`, which
+   launches all of it.
+3. `apply_kernel` and `cross_kernel`, for a chunk and its states.
 4. :class:`PlanKernels`, which launches them for some slices, and what other files call:
 
    - :func:`apply_plans`: ``Σ_l weight_l A_lᵀ B_l V``;
@@ -21,18 +22,18 @@ Rank n of the keys is matched with rank n of the queries, so the program that co
 states stay below `SCRATCH_BYTES`.
 
 **Pieces.** A monotone coupling of N ≠ M ranks cuts both sides into the same pieces: piece s belongs
-to query rank rows[s] and key rank columns[s], and has the weight weights[s]. In terms of pieces, a
-plan is between sides of equal length. A key rank with several pieces is an operand only at its
-first piece (`key_scale` is zero at the others), and a query rank with several pieces is read only
-at its first piece (`query_scale`):
+to query rank query_ranks[s] and key rank key_ranks[s], and has the weight weights[s]. In terms of
+pieces, a plan is between sides of equal length. A key rank with several pieces is an operand only
+at its first piece (`key_scale` is zero at the others), and a query rank with several pieces is read
+only at its first piece (`query_scale`):
 
-    (A T B v)_i = Σ_s κ_q(i, rows[s]) · weights[s] · Σ_j κ_k(columns[s], j) v_j.
+    (A T B v)_i = Σ_s κ_q(i, query_ranks[s]) · weights[s] · Σ_j κ_k(key_ranks[s], j) v_j.
 
 Pieces of one rank have the same point. They are ties, which exert no force on each other.
 
-**States.** `sums` sums every chunk by itself, evaluated at its far end; `scan` carries these sums
-from chunk to chunk, in place. The operand of κ_q is W, whose sums are needed before W has been
-computed. Within a chunk they are
+**States.** `sums_kernel` sums every chunk by itself, evaluated at its far end; `scan_kernel`
+carries these sums from chunk to chunk, in place. The operand of κ_q is W, whose sums are needed
+before W has been computed. Within a chunk they are
 
     Σ_n in_n W_n = Σ_j [Σ_n κ_nj mid_scale_n in_n] x_j
                    + [Σ_n in_n mid_scale_n out_n] · (states of x),
@@ -70,13 +71,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from espformer.ops.common.triton import Launch, Shape, ceil_div, once, power_of_2, width_arguments
+from espformer.ops.common.triton import (
+    INTERPRETED,
+    Launch,
+    Shape,
+    ceil_div,
+    once,
+    power_of_2,
+    width_arguments,
+)
 from espformer.ops.esp.coupling import Coupling
 from espformer.ops.esp.triton import short_plan
 from espformer.ops.esp.triton.normalise import SortedSide
 from espformer.ops.esp.triton.primitives import (
     COUNTS,
-    INTERPRETED,
     LOG2E,
     STATE_BLOCK,
     add_rows,
@@ -173,68 +181,74 @@ def _part(x: Tensor | None, group: Group) -> Tensor | None:
 class Pieces(NamedTuple):
     """The pieces of a monotone coupling, for every slice: (batch, L, pieces)."""
 
-    rows: Tensor  # the query rank of each piece
-    columns: Tensor  # its key rank
+    query_ranks: Tensor  # the query rank of each piece
+    key_ranks: Tensor
     weights: Tensor  # (batch or 1, 1, pieces)
-    first_of_row: Tensor  # likewise: one at the first piece of every query rank, else zero
-    first_of_column: Tensor
+    first_of_query: Tensor  # likewise: one at the first piece of every query rank, else zero
+    first_of_key: Tensor
 
     @staticmethod
     def of(coupling: Coupling, batch: int, slices: int) -> Pieces:
-        rows, columns = (
+        query_ranks, key_ranks = (
             ranks.unsqueeze(1).expand(batch, slices, -1)
             for ranks in (coupling.rows, coupling.columns)
         )
         first = _first_pieces(coupling.rows), _first_pieces(coupling.columns)
-        return Pieces(rows, columns, coupling.weights.unsqueeze(1), *first)
+        return Pieces(query_ranks, key_ranks, coupling.weights.unsqueeze(1), *first)
 
     def plan(
         self, queries: SortedSide, keys: SortedSide, inv_bandwidth: Tensor, balanced: bool,
         metric: str,
     ) -> Plan:  # fmt: skip
         """The plans from keys to queries, piece to piece."""
-        rows, columns = self.rows, self.columns
-        query_scale, key_scale = queries.scale.gather(-1, rows), keys.scale.gather(-1, columns)
+        query_ranks, key_ranks = self.query_ranks, self.key_ranks
+        query_scales = queries.scales.gather(-1, query_ranks)
+        key_scales = keys.scales.gather(-1, key_ranks)
         return Plan(
-            queries.points.gather(-1, rows),
-            keys.points.gather(-1, columns),
-            queries.order.gather(-1, rows),
-            keys.order.gather(-1, columns),
+            queries.points.gather(-1, query_ranks),
+            keys.points.gather(-1, key_ranks),
+            queries.order.gather(-1, query_ranks),
+            keys.order.gather(-1, key_ranks),
             inv_bandwidth,
-            query_scale * key_scale * self.weights,
-            self._first(key_scale, self.first_of_column, balanced),
-            self._first(query_scale, self.first_of_row, balanced),
+            query_scales * key_scales * self.weights,
+            self._outer_scale(key_scales, self.first_of_key, balanced),
+            self._outer_scale(query_scales, self.first_of_query, balanced),
             metric,
         )
 
     @staticmethod
-    def _first(scale: Tensor, first: Tensor, balanced: bool) -> Tensor:
-        return (scale * first if balanced else first.expand(scale.shape)).contiguous()
+    def _outer_scale(scales: Tensor, first: Tensor, balanced: bool) -> Tensor:
+        """`query_scale` or `key_scale` of the plans: zero but at first pieces."""
+        return (scales * first if balanced else first.expand(scales.shape)).contiguous()
 
     def gradients(
         self, queries: SortedSide, keys: SortedSide, d_points: tuple[Tensor, Tensor],
-        d_first: tuple[Tensor, Tensor] | None, d_mid_scale: Tensor,
+        d_outer_scales: tuple[Tensor, Tensor] | None, d_mid_scale: Tensor,
     ) -> list[tuple[Tensor, Tensor | None]]:  # fmt: skip
         """Gradients of points and scales of the queries, and of the keys, from those by piece.
 
-        `d_first` are those of `query_scale` and `key_scale`, if these are scales of the sides.
+        `d_outer_scales` are those of `query_scale` and `key_scale`, if these are scales of the
+        sides.
         """
-        scales = queries.scale.gather(-1, self.rows), keys.scale.gather(-1, self.columns)
+        scales = (
+            queries.scales.gather(-1, self.query_ranks),
+            keys.scales.gather(-1, self.key_ranks),
+        )
         d_mid_scale = d_mid_scale * self.weights
         found: list[tuple[Tensor, Tensor | None]] = []
         for i, (side, ranks, first) in enumerate(
             (
-                (queries, self.rows, self.first_of_row),
-                (keys, self.columns, self.first_of_column),
+                (queries, self.query_ranks, self.first_of_query),
+                (keys, self.key_ranks, self.first_of_key),
             )
         ):
-            d_scale = d_mid_scale * scales[1 - i]
-            if d_first is not None:
-                d_scale += d_first[i] * first
+            d_scales = d_mid_scale * scales[1 - i]
+            if d_outer_scales is not None:
+                d_scales += d_outer_scales[i] * first
             found.append(
                 (
                     torch.zeros_like(side.points).scatter_add_(-1, ranks, d_points[i]),
-                    torch.zeros_like(side.scale).scatter_add_(-1, ranks, d_scale),
+                    torch.zeros_like(side.scales).scatter_add_(-1, ranks, d_scales),
                 )
             )
         return found
@@ -248,28 +262,32 @@ def _first_pieces(ranks: Tensor) -> Tensor:
 
 @triton.jit
 def store_states(
-    states_ptr, chunk, states, d, D, STATE_ROWS: tl.constexpr, AFTER: tl.constexpr = 0
+    states_ptr, chunk, states, d, D, STATE_ROWS: tl.constexpr, FIRST_ROW: tl.constexpr = 0
 ):
-    """Some rows of a matrix of sums as the states of a chunk."""
-    r = tl.arange(0, STATE_BLOCK)[:, None] - AFTER
+    """Rows of a matrix of sums, from FIRST_ROW on, as the states of a chunk."""
+    r = tl.arange(0, STATE_BLOCK)[:, None] - FIRST_ROW
     at = (chunk * STATE_ROWS + r) * D + d[None, :]
     tl.store(states_ptr + at, states, mask=(r >= 0) & (r < STATE_ROWS) & (d[None, :] < D))
 
 
 @triton.jit
 def store_sums(
-    states_ptr, next_states_ptr, chunk, x, into, through, d, WIDTH, COMPLEX: tl.constexpr,
-    STATE_ROWS: tl.constexpr, THROUGH: tl.constexpr, TOGETHER: tl.constexpr, AFTER: tl.constexpr,
+    states_ptr, next_states_ptr, chunk, x, into, next_into, d, WIDTH, COMPLEX: tl.constexpr,
+    STATE_ROWS: tl.constexpr, WITH_NEXT: tl.constexpr, STACKED: tl.constexpr,
+    FIRST_ROW: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a block of columns of x, for one κ or for two (:func:`sums_kernel`)."""
-    if THROUGH:
+    """The sums of a block of columns of x, for one κ or for two (:func:`sums_kernel`).
+
+    STACKED: `into` has the rows of the second κ too, from FIRST_ROW on.
+    """
+    if WITH_NEXT:
         x = to_wide_range(x)
     sums = product(into, x, COMPLEX)
     store_states(states_ptr, chunk, sums, d, WIDTH, STATE_ROWS)
-    if THROUGH:
-        if not TOGETHER:
-            sums = product(through, x, COMPLEX)
-        store_states(next_states_ptr, chunk, sums, d, WIDTH, STATE_ROWS, AFTER)
+    if WITH_NEXT:
+        if not STACKED:
+            sums = product(next_into, x, COMPLEX)
+        store_states(next_states_ptr, chunk, sums, d, WIDTH, STATE_ROWS, FIRST_ROW)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -278,95 +296,97 @@ def sums_kernel(
     order_ptr,  # (B, L, N) int32: the token of each rank
     scale_ptr,  # (B, L, N) float32, or None: ones
     points_ptr,  # (B, L, N) float32, of the κ that multiplies x
-    next_points_ptr,  # (B, L, N) float32, of the κ after it, if THROUGH
+    next_points_ptr,  # (B, L, N) float32, of the κ after it, if WITH_NEXT
     mid_scale_ptr,  # (B, L, N) float32
     TABLE: tl.constexpr,
     inv_bandwidth_ptr,  # (B,) float32
     states_ptr,  # (B, L, CHUNKS, STATE_ROWS, WIDTH)
-    next_states_ptr,  # (B, L, CHUNKS, STATE_ROWS, WIDTH), if THROUGH
-    links_ptr,  # (B, L, CHUNKS, STATE_ROWS, STATE_ROWS) float32, if THROUGH
+    next_states_ptr,  # (B, L, CHUNKS, STATE_ROWS, WIDTH), if WITH_NEXT
+    links_ptr,  # (B, L, CHUNKS, STATE_ROWS, STATE_ROWS) float32, if WITH_NEXT
     N, TOKENS, HEADS, L, CHUNKS, START, COUNT, D8, D: tl.constexpr, COMPLEX: tl.constexpr,
-    STATE_ROWS: tl.constexpr, THROUGH: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr,
+    STATE_ROWS: tl.constexpr, WITH_NEXT: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr,
     SPAN: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Sums of the rows x of each chunk, evaluated at its last point (left) and its first point
     (right).
 
-    THROUGH: also the sums of ``mid_scale · κx`` for the κ of the next points, without the
+    WITH_NEXT: also the sums of ``mid_scale · κx`` for the κ of the next points, without the
     contribution of the states of x. That is added later, through the links.
     """
     WIDTH = D if D > 0 else D8 * 8
     pair, head, chunk = program_chunk(HEADS, L, START, COUNT)
     begin = chunk * SPAN
     n = begin + tl.arange(0, C)
-    ranks = pair * N
+    rank_offset = pair * N
     x_ptr += head * TOKENS * WIDTH
     if scale_ptr is not None:
-        scale_ptr += ranks
+        scale_ptr += rank_offset
     inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
     fp32_rows: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     tokens, points, first, last = load_side(
-        points_ptr + ranks, order_ptr + ranks, begin, N, C, EVEN
+        points_ptr + rank_offset, order_ptr + rank_offset, begin, N, C, EVEN
     )
     into = state_coefficients(
         TABLE, points, first, last, inv_bandwidth, "in", COMPLEX, STATE_ROWS, fp32_rows
     )
     into = tl.trans(into)
-    together: tl.constexpr = THROUGH and 2 * STATE_ROWS <= STATE_BLOCK
-    after: tl.constexpr = STATE_ROWS if together else 0
-    if THROUGH:
-        mid_scale = load_ranks(mid_scale_ptr + ranks, n, N, EVEN)
-        next_points, next_first, next_last = load_points(next_points_ptr + ranks, begin, N, C, EVEN)
-        through = mid_scale[:, None] * state_coefficients(
+    stacked: tl.constexpr = WITH_NEXT and 2 * STATE_ROWS <= STATE_BLOCK
+    first_row: tl.constexpr = STATE_ROWS if stacked else 0
+    if WITH_NEXT:
+        mid_scale = load_ranks(mid_scale_ptr + rank_offset, n, N, EVEN)
+        next_points, next_first, next_last = load_points(
+            next_points_ptr + rank_offset, begin, N, C, EVEN
+        )
+        next_into = mid_scale[:, None] * state_coefficients(
             TABLE, next_points, next_first, next_last, inv_bandwidth, "in", COMPLEX, STATE_ROWS,
-            fp32_rows, after,
+            fp32_rows, first_row,
         )  # fmt: skip
         x = load_rows(x_ptr, scale_ptr, tokens, n, N, tl.arange(0, BLOCK_D), WIDTH, EVEN)
         kappa, _ = chunk_kappa(points, first, last, None, inv_bandwidth, COMPLEX, fp32_rows)
-        r = tl.arange(0, STATE_BLOCK) - after
+        r = tl.arange(0, STATE_BLOCK) - first_row
         kept = (r >= 0) & (r < STATE_ROWS)
         links_ptr += (pair * CHUNKS + chunk) * STATE_ROWS * STATE_ROWS
         if COMPLEX:
             read = state_coefficients(
                 TABLE, points, first, last, inv_bandwidth, "out", COMPLEX, STATE_ROWS, fp32_rows
             )
-            link = tl.dot(tl.trans(through), read, input_precision="tf32x3")
+            link = tl.dot(tl.trans(next_into), read, input_precision="tf32x3")
             column = tl.arange(0, STATE_BLOCK)[None, :]
-            to = links_ptr + r[:, None] * STATE_ROWS + column
-            tl.store(to, link, mask=kept[:, None] & (column < STATE_ROWS))
+            to_ptr = links_ptr + r[:, None] * STATE_ROWS + column
+            tl.store(to_ptr, link, mask=kept[:, None] & (column < STATE_ROWS))
         # κ in 16 bits is accurate enough, as for W: all coefficients have the same error.
-        through = product(tl.trans(through), kappa.to(to_wide_range(x).dtype), COMPLEX)
+        next_into = product(tl.trans(next_into), kappa.to(to_wide_range(x).dtype), COMPLEX)
         if not COMPLEX:  # a state of a real pole is like a row at the first or the last rank
             i = tl.arange(0, C)[None, :]
-            to = links_ptr + r[:, None] * STATE_ROWS + tl.where(i == 0, 0, 1)
-            tl.store(to, through, mask=kept[:, None] & ((i == 0) | (i == C - 1)))
-        if together:
-            into += through
+            to_ptr = links_ptr + r[:, None] * STATE_ROWS + tl.where(i == 0, 0, 1)
+            tl.store(to_ptr, next_into, mask=kept[:, None] & ((i == 0) | (i == C - 1)))
+        if stacked:
+            into += next_into
     states_ptr += pair * CHUNKS * STATE_ROWS * WIDTH
     if next_states_ptr is not None:
         next_states_ptr += pair * CHUNKS * STATE_ROWS * WIDTH
-    if not THROUGH:
-        through = into
+    if not WITH_NEXT:
+        next_into = into
         x = load_rows(x_ptr, scale_ptr, tokens, n, N, tl.arange(0, BLOCK_D), WIDTH, EVEN)
     store_sums(
-        states_ptr, next_states_ptr, chunk, x, into, through, tl.arange(0, BLOCK_D), WIDTH, COMPLEX,
-        STATE_ROWS, THROUGH, together, after,
+        states_ptr, next_states_ptr, chunk, x, into, next_into, tl.arange(0, BLOCK_D), WIDTH,
+        COMPLEX, STATE_ROWS, WITH_NEXT, stacked, first_row,
     )  # fmt: skip
     if D > 0:
         for start in tl.static_range(BLOCK_D, D, BLOCK_D):
             d = start + tl.arange(0, BLOCK_D)
             x = load_rows(x_ptr, scale_ptr, tokens, n, N, d, WIDTH, EVEN)
             store_sums(
-                states_ptr, next_states_ptr, chunk, x, into, through, d, WIDTH, COMPLEX, STATE_ROWS,
-                THROUGH, together, after,
+                states_ptr, next_states_ptr, chunk, x, into, next_into, d, WIDTH, COMPLEX,
+                STATE_ROWS, WITH_NEXT, stacked, first_row,
             )  # fmt: skip
     else:
         for start in tl.range(BLOCK_D, WIDTH, BLOCK_D, num_stages=1):
             d = start + tl.arange(0, BLOCK_D)
             x = load_rows(x_ptr, scale_ptr, tokens, n, N, d, WIDTH, EVEN)
             store_sums(
-                states_ptr, next_states_ptr, chunk, x, into, through, d, WIDTH, COMPLEX, STATE_ROWS,
-                THROUGH, together, after,
+                states_ptr, next_states_ptr, chunk, x, into, next_into, d, WIDTH, COMPLEX,
+                STATE_ROWS, WITH_NEXT, stacked, first_row,
             )  # fmt: skip
 
 
@@ -393,8 +413,8 @@ def link_kernel(
     chunk = tl.program_id(0).to(tl.int64)
     r = tl.arange(0, STATE_BLOCK)
     inside = (r[:, None] < STATE_ROWS) & (r[None, :] < STATE_ROWS)
-    links = links_ptr + (chunk * STATE_ROWS + r[:, None]) * STATE_ROWS + r[None, :]
-    link = tl.load(links, mask=inside, other=0.0)
+    link_ptr = links_ptr + (chunk * STATE_ROWS + r[:, None]) * STATE_ROWS + r[None, :]
+    link = tl.load(link_ptr, mask=inside, other=0.0)
     for start in tl.range(0, WIDTH, BLOCK_D, num_stages=1):
         d = start + tl.arange(0, BLOCK_D)
         states = load_states(states_ptr, chunk, d, WIDTH, STATE_ROWS)
@@ -406,10 +426,10 @@ def link_kernel(
 @triton.jit
 def real_decay(x, k, STATE_ROWS: tl.constexpr):
     """Decay over a distance x of a real state (k = 0), or of its ties (k = 1)."""
-    left = exp2(x * -LOG2E)
+    decay = exp2(x * -LOG2E)
     if STATE_ROWS > 2:  # a tie carries on while the point stays the same
-        left = tl.where(k == 0, left, tl.where(x == 0, 1.0, 0.0))[:, None]
-    return left
+        decay = tl.where(k == 0, decay, tl.where(x == 0, 1.0, 0.0))[:, None]
+    return decay
 
 
 @triton.jit
@@ -424,19 +444,19 @@ def scan_kernel(
     TABLE: tl.constexpr,
     inv_bandwidth_ptr,  # (B,) float32
     states_ptr,  # (B, L, CHUNKS, STATE_ROWS, WIDTH)
-    first_states_ptr,  # (B, L, CHUNKS, STATE_ROWS, WIDTH), of the κ before, if THROUGH
-    links_ptr,  # (B, L, CHUNKS, STATE_ROWS, STATE_ROWS) float32, if THROUGH
+    prev_states_ptr,  # (B, L, CHUNKS, STATE_ROWS, WIDTH), of the κ before, if WITH_LINKS
+    links_ptr,  # (B, L, CHUNKS, STATE_ROWS, STATE_ROWS) float32, if WITH_LINKS
     ends_ptr,  # (B, L, 2, SEGMENTS, STATE_ROWS // 2, WIDTH) float32, or None
     N, L, CHUNKS, SEGMENTS, LENGTH, D8, D: tl.constexpr, COMPLEX: tl.constexpr,
-    STATE_ROWS: tl.constexpr, THROUGH: tl.constexpr, ENDS_ONLY: tl.constexpr,
+    STATE_ROWS: tl.constexpr, WITH_LINKS: tl.constexpr, ENDS_ONLY: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
     FP32_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Replaces the chunks' own sums by the states that enter them, in place.
 
     A tile is (states of one direction, columns): the poles, or the state and its ties. AHEAD chunks
-    are loaded before the first of them is overwritten, so that loads overlap. THROUGH: for a real
-    pole, which has two states, this kernel also does the work of `link_kernel`.
+    are loaded before the first of them is overwritten, so that loads overlap. WITH_LINKS: for a
+    real pole, which has two states, this kernel also does the work of `link_kernel`.
 
     If sequences are long and few, `ends` holds the carry-out of each segment of LENGTH chunks. A
     launch with ENDS_ONLY scans every segment with zero carry-in and writes its carry-out. The decay
@@ -449,8 +469,8 @@ def scan_kernel(
     rightwards = tl.program_id(1) == 0
     points_ptr += pair * N
     states_ptr += pair * CHUNKS * STATE_ROWS * WIDTH
-    if THROUGH:
-        first_states_ptr += pair * CHUNKS * STATE_ROWS * WIDTH
+    if WITH_LINKS:
+        prev_states_ptr += pair * CHUNKS * STATE_ROWS * WIDTH
         links_ptr += pair * CHUNKS * STATE_ROWS * STATE_ROWS
     inv_bandwidth = tl.load(inv_bandwidth_ptr + pair // L)
     d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -471,15 +491,16 @@ def scan_kernel(
         ends_ptr += (pair * 2 + tl.program_id(1)) * SEGMENTS * (STATE_ROWS // 2) * WIDTH
         if not ENDS_ONLY:
             start = carry_in_point(points_ptr, begin, rightwards, N, CHUNKS, C)
+            # Sum the carry-outs of earlier segments, decayed to the start of this one.
             for earlier in range(0, segment):
-                left_at = carry_in_point(
+                carry_out_point = carry_in_point(
                     points_ptr, (earlier + 1) * LENGTH, rightwards, N, CHUNKS, C
                 )
-                x = tl.abs(start - left_at) * inv_bandwidth
-                leaving = ends_ptr + earlier * (STATE_ROWS // 2) * WIDTH + end_at
-                end_re = tl.load(leaving, mask=inside, other=0.0)
+                x = tl.abs(start - carry_out_point) * inv_bandwidth
+                carry_out_ptr = ends_ptr + earlier * (STATE_ROWS // 2) * WIDTH + end_at
+                end_re = tl.load(carry_out_ptr, mask=inside, other=0.0)
                 if COMPLEX:
-                    end_im = tl.load(leaving + WIDTH, mask=inside, other=0.0)
+                    end_im = tl.load(carry_out_ptr + WIDTH, mask=inside, other=0.0)
                     decay_re, decay_im = complex_decay(
                         TABLE, x, row[:, None], STATE_ROWS, FP32_ROWS
                     )
@@ -499,15 +520,15 @@ def scan_kernel(
             if COMPLEX:
                 owns = owns + (own, tl.load(states_ptr + at + WIDTH, mask=inside & here, other=0.0))
             else:
-                if THROUGH:
-                    states = first_states_ptr + chunk * STATE_ROWS * WIDTH + d
-                    left = tl.load(states, mask=(d < WIDTH) & here, other=0.0).to(tl.float32)
-                    right = tl.load(states + WIDTH, mask=(d < WIDTH) & here, other=0.0).to(
+                if WITH_LINKS:
+                    left_ptr = prev_states_ptr + chunk * STATE_ROWS * WIDTH + d
+                    left = tl.load(left_ptr, mask=(d < WIDTH) & here, other=0.0).to(tl.float32)
+                    right = tl.load(left_ptr + WIDTH, mask=(d < WIDTH) & here, other=0.0).to(
                         tl.float32
                     )
-                    links = links_ptr + (chunk * STATE_ROWS + row) * STATE_ROWS
-                    own += tl.load(links, mask=here, other=0.0)[:, None] * left[None, :]
-                    own += tl.load(links + 1, mask=here, other=0.0)[:, None] * right[None, :]
+                    link_ptr = links_ptr + (chunk * STATE_ROWS + row) * STATE_ROWS
+                    own += tl.load(link_ptr, mask=here, other=0.0)[:, None] * left[None, :]
+                    own += tl.load(link_ptr + 1, mask=here, other=0.0)[:, None] * right[None, :]
                 owns = owns + (own,)
             # Distances from where the state and the chunk's sums are evaluated to the near end of
             # the next chunk.
@@ -654,9 +675,9 @@ class Chunks:
 
     def scratch_bytes(self, width: int, backward: bool) -> int:
         """Scratch memory of one slice: its states, and rows of its own if it must not add them."""
-        rows = self.state_rows(ties=backward)
-        each = width * self.state_dtype().itemsize + rows * 4
-        scratch = (4 if backward else 2) * self.count * rows * each
+        state_rows = self.state_rows(ties=backward)
+        each = width * self.state_dtype().itemsize + state_rows * 4
+        scratch = (4 if backward else 2) * self.count * state_rows * each
         if torch.are_deterministic_algorithms_enabled():
             scratch += (2 if backward else 1) * self.ranks * width * 4
         return scratch
@@ -705,68 +726,72 @@ class Chunks:
 
 
 def chunk_states(
-    chunks: Chunks, plan: Plan, x: Tensor, through: bool, ties: bool
+    chunks: Chunks, plan: Plan, x: Tensor, with_next: bool, ties: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """States of rows x of the keys for κ_k and, `through` it, of ``mid_scale · κ_k x`` for κ_q.
+    """States of rows x of the keys for κ_k and, if `with_next`, of ``mid_scale · κ_k x`` for κ_q.
 
     (batch, L, chunks, state rows, width) each; None where there is one chunk.
     """
     _, tokens, width = x.shape
-    rows = chunks.state_rows(ties)
-    if rows == 0:
+    state_rows = chunks.state_rows(ties)
+    if state_rows == 0:
         return None, None
-    shape = (chunks.batch, chunks.slices, chunks.count, rows)
+    shape = (chunks.batch, chunks.slices, chunks.count, state_rows)
     states = torch.empty(*shape, width, device=x.device, dtype=chunks.state_dtype())
-    after = links = None
-    if through:
-        after = torch.empty_like(states)
-        links = torch.empty(*shape, rows, device=x.device, dtype=torch.float32)
-    for sums in _sums(chunks, rows, tokens, width, through):
+    next_states = links = None
+    if with_next:
+        next_states = torch.empty_like(states)
+        links = torch.empty(*shape, state_rows, device=x.device, dtype=torch.float32)
+    for sums in _sums(chunks, state_rows, tokens, width, with_next):
         sums(
             x, plan.key_order, plan.key_scale, plan.key_points, plan.query_points, plan.mid_scale,
-            plan.inv_bandwidth, states, after, links,
+            plan.inv_bandwidth, states, next_states, links,
         )  # fmt: skip
     _scan(chunks, plan.key_points, plan.inv_bandwidth, states, None, None)
-    if after is not None and chunks.complex:
-        _link(chunks, rows, width)(states, after, links)
-        _scan(chunks, plan.query_points, plan.inv_bandwidth, after, None, None)
-    elif after is not None:
-        _scan(chunks, plan.query_points, plan.inv_bandwidth, after, states, links)
-    return states, after
+    if next_states is not None and chunks.complex:
+        _link(chunks, state_rows, width)(states, next_states, links)
+        _scan(chunks, plan.query_points, plan.inv_bandwidth, next_states, None, None)
+    elif next_states is not None:
+        _scan(chunks, plan.query_points, plan.inv_bandwidth, next_states, states, links)
+    return states, next_states
 
 
 @once
-def _sums(chunks: Chunks, rows: int, tokens: int, width: int, through: bool) -> list[Launch]:
+def _sums(
+    chunks: Chunks, state_rows: int, tokens: int, width: int, with_next: bool
+) -> list[Launch]:
     return chunks.launches(
-        sums_kernel, "sums", width, TOKENS=tokens, STATE_ROWS=rows, THROUGH=through
+        sums_kernel, "sums", width, TOKENS=tokens, STATE_ROWS=state_rows, WITH_NEXT=with_next
     )
 
 
 @once
-def _link(chunks: Chunks, rows: int, width: int) -> Launch:
+def _link(chunks: Chunks, state_rows: int, width: int) -> Launch:
     return Launch(
-        link_kernel, (chunks.batch * chunks.slices * chunks.count,), STATE_ROWS=rows,
+        link_kernel, (chunks.batch * chunks.slices * chunks.count,), STATE_ROWS=state_rows,
         BLOCK_D=column_block(width, chunks.fp32_rows), num_warps=1, **width_arguments(width),
     )  # fmt: skip
 
 
 def _scan(
-    chunks: Chunks, points: Tensor, inv_bandwidth: Tensor, states: Tensor, before: Tensor | None,
-    links: Tensor | None,
+    chunks: Chunks, points: Tensor, inv_bandwidth: Tensor, states: Tensor,
+    prev_states: Tensor | None, links: Tensor | None,
 ) -> None:  # fmt: skip
     """Replaces the sums of every chunk by the states that enter it, in place."""
-    rows, width = states.shape[-2:]
-    segments, scans = _scans(chunks, rows, width, before is not None)
+    state_rows, width = states.shape[-2:]
+    segments, scans = _scans(chunks, state_rows, width, prev_states is not None)
     ends = None
     if segments > 1:
-        shape = (chunks.batch * chunks.slices, 2, segments, rows // 2, width)
+        shape = (chunks.batch * chunks.slices, 2, segments, state_rows // 2, width)
         ends = states.new_empty(shape, dtype=torch.float32)
     for scan in scans:
-        scan(points, inv_bandwidth, states, before, links, ends)
+        scan(points, inv_bandwidth, states, prev_states, links, ends)
 
 
 @once
-def _scans(chunks: Chunks, rows: int, width: int, through: bool) -> tuple[int, list[Launch]]:
+def _scans(
+    chunks: Chunks, state_rows: int, width: int, with_links: bool
+) -> tuple[int, list[Launch]]:
     """Segments that are scanned at the same time, and launches: of several, their ends first."""
     block_d = min(64, max(16, power_of_2(width)))
     ahead = min(AHEAD[chunks.complex], power_of_2(chunks.count))
@@ -778,9 +803,9 @@ def _scans(chunks: Chunks, rows: int, width: int, through: bool) -> tuple[int, l
         launch = Launch(
             scan_kernel, (pairs * segments, 2, columns), TABLE=chunks.table, N=chunks.ranks,
             L=chunks.slices, CHUNKS=chunks.count, SEGMENTS=segments, LENGTH=length,
-            COMPLEX=chunks.complex, STATE_ROWS=rows, THROUGH=through, ENDS_ONLY=ends_only,
-            BLOCK_R=power_of_2(rows // (4 if chunks.complex else 2)), BLOCK_D=block_d,
-            C=chunks.span, AHEAD=ahead, FP32_ROWS=chunks.fp32_rows, num_warps=1,
+            COMPLEX=chunks.complex, STATE_ROWS=state_rows, WITH_LINKS=with_links,
+            ENDS_ONLY=ends_only, BLOCK_R=power_of_2(state_rows // (4 if chunks.complex else 2)),
+            BLOCK_D=block_d, C=chunks.span, AHEAD=ahead, FP32_ROWS=chunks.fp32_rows, num_warps=1,
             **width_arguments(width),
         )  # fmt: skip
         launches.append(launch)
@@ -869,33 +894,33 @@ def apply_kernel(
     pair, head, chunk = program_chunk(HEADS, L, START, COUNT)
     begin = chunk * SPAN
     n = begin + tl.arange(0, C)
-    ranks = pair * N
+    rank_offset = pair * N
     x_ptr += head * KEYS * WIDTH
     if key_scale_ptr is not None:
-        key_scale_ptr += ranks
+        key_scale_ptr += rank_offset
     if query_scale_ptr is not None:
-        query_scale_ptr += ranks
-    states = pair * CHUNKS * STATE_ROWS * WIDTH
+        query_scale_ptr += rank_offset
+    state_offset = pair * CHUNKS * STATE_ROWS * WIDTH
     if x_states_ptr is not None:
-        x_states_ptr += states
+        x_states_ptr += state_offset
     if w_states_ptr is not None:
-        w_states_ptr += states
+        w_states_ptr += state_offset
     if g_ptr is not None:
         g_ptr += head * QUERIES * WIDTH
     if g_states_ptr is not None:
-        g_states_ptr += states
+        g_states_ptr += state_offset
     # All loads come first: the compiler does not move loads across tensor core products.
     k_tokens, k_points, k_first, k_last = load_side(
-        key_points_ptr + ranks, key_order_ptr + ranks, begin, N, C, EVEN
+        key_points_ptr + rank_offset, key_order_ptr + rank_offset, begin, N, C, EVEN
     )
     q_tokens, q_points, q_first, q_last = load_side(
-        query_points_ptr + ranks, query_order_ptr + ranks, begin, N, C, EVEN
+        query_points_ptr + rank_offset, query_order_ptr + rank_offset, begin, N, C, EVEN
     )
-    mid_scale = load_ranks(mid_scale_ptr + ranks, n, N, EVEN)
+    mid_scale = load_ranks(mid_scale_ptr + rank_offset, n, N, EVEN)
     inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
     weight = tl.load(weight_ptr + pair)
-    # W has the weight, and so do its states where they are read. Only totals are wanted without
-    # it: then it multiplies results instead.
+    # W and its states carry `weight`, unless totals are stored: these exclude it, so the results
+    # are multiplied instead.
     w_weight, result_weight = weight, 1.0
     if totals_ptr is not None:
         w_weight, result_weight = 1.0, weight
@@ -940,8 +965,8 @@ def apply_kernel(
                 pull = slopes * (w_dots + g_dots)
                 slope += tl.sum(pull, 1)
                 if d_inv_bandwidth_ptr is not None:
-                    before = point_at(query_points_ptr + ranks, begin - 1, N)
-                    distances = distances_in_chunk(q_points, before, q_last, COMPLEX, STATE_ROWS)
+                    prev_last = point_at(query_points_ptr + rank_offset, begin - 1, N)
+                    distances = distances_in_chunk(q_points, prev_last, q_last, COMPLEX, STATE_ROWS)
                     d_inv_bandwidth += tl.sum(pull * distances, 1)
         if out_ptr is not None:
             y = times_kappa(kappa, w, read * w_weight, w_states, COMPLEX, STATE_ROWS)
@@ -951,19 +976,21 @@ def apply_kernel(
             )  # fmt: skip
     if g_ptr is not None:
         inside = n < N
-        tl.store(d_points_ptr + ranks + n, slope * (result_weight * inv_bandwidth), mask=inside)
+        tl.store(
+            d_points_ptr + rank_offset + n, slope * (result_weight * inv_bandwidth), mask=inside
+        )
         if d_query_scale_ptr is not None:
             query_scale = tl.load(query_scale_ptr + n, mask=inside, other=0.0)
             d_query_scale = safe_divide(query_dots * result_weight, query_scale)
-            tl.store(d_query_scale_ptr + ranks + n, d_query_scale, mask=inside)
+            tl.store(d_query_scale_ptr + rank_offset + n, d_query_scale, mask=inside)
         if totals_ptr is not None:
             tl.store(totals_ptr + pair * CHUNKS + chunk, tl.sum(mid_dots, 0))
         if d_inv_bandwidth_ptr is not None:
-            to = d_inv_bandwidth_ptr + pair * CHUNKS + chunk
-            tl.store(to, tl.sum(d_inv_bandwidth, 0) * result_weight)
+            to_ptr = d_inv_bandwidth_ptr + pair * CHUNKS + chunk
+            tl.store(to_ptr, tl.sum(d_inv_bandwidth, 0) * result_weight)
         if d_mid_scale_ptr is not None:
             d_mid_scale = safe_divide(mid_dots * result_weight, mid_scale)
-            tl.store(d_mid_scale_ptr + ranks + n, d_mid_scale, mask=inside)
+            tl.store(d_mid_scale_ptr + rank_offset + n, d_mid_scale, mask=inside)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -991,25 +1018,25 @@ def cross_kernel(
     pair, head, chunk = program_chunk(HEADS, L, START, COUNT)
     begin = chunk * SPAN
     n = begin + tl.arange(0, C)
-    ranks = pair * N
+    rank_offset = pair * N
     x_ptr += head * KEYS * WIDTH
     g_ptr += head * QUERIES * WIDTH
     if key_scale_ptr is not None:
-        key_scale_ptr += ranks
+        key_scale_ptr += rank_offset
     if query_scale_ptr is not None:
-        query_scale_ptr += ranks
-    states = pair * CHUNKS * STATE_ROWS * WIDTH
+        query_scale_ptr += rank_offset
+    state_offset = pair * CHUNKS * STATE_ROWS * WIDTH
     if x_states_ptr is not None:
-        x_states_ptr += states
+        x_states_ptr += state_offset
     if g_states_ptr is not None:
-        g_states_ptr += states
+        g_states_ptr += state_offset
     k_tokens, k_points, k_first, k_last = load_side(
-        key_points_ptr + ranks, key_order_ptr + ranks, begin, N, C, EVEN
+        key_points_ptr + rank_offset, key_order_ptr + rank_offset, begin, N, C, EVEN
     )
     q_tokens, q_points, q_first, q_last = load_side(
-        query_points_ptr + ranks, query_order_ptr + ranks, begin, N, C, EVEN
+        query_points_ptr + rank_offset, query_order_ptr + rank_offset, begin, N, C, EVEN
     )
-    mid_scale = load_ranks(mid_scale_ptr + ranks, n, N, EVEN)
+    mid_scale = load_ranks(mid_scale_ptr + rank_offset, n, N, EVEN)
     inv_bandwidth = tl.load(inv_bandwidth_ptr + head)
     mid_dots = tl.zeros((C,), tl.float32)
     for start in tl.range(0, WIDTH, BLOCK_D, num_stages=1):
@@ -1037,7 +1064,7 @@ class PlanGradients(NamedTuple):
     inv_bandwidth: Tensor | None  # (batch, L), to be summed over slices
     query_points: Tensor  # (batch, L, ranks), as all that follows
     key_points: Tensor
-    mid_scale: Tensor
+    mid_scale: Tensor | None
     key_scale: Tensor | None
     query_scale: Tensor | None
 
@@ -1065,6 +1092,12 @@ class PlanGradients(NamedTuple):
         """The gradient of the inverse bandwidth over all slices, (batch,)."""
         return None if self.inv_bandwidth is None else self.inv_bandwidth.sum(-1)
 
+    def transposed(self) -> PlanGradients:
+        """Those of :meth:`Plan.transposed` on the side of its queries, which are the keys."""
+        return PlanGradients(
+            None, None, self.key_points, self.query_points, None, self.query_scale, self.key_scale
+        )
+
     def part(self, group: Group | None) -> PlanGradients:
         """The buffers of some slices of some heads."""
         if group is None:
@@ -1084,15 +1117,15 @@ class PlanKernels:
 
         Returns the states of x; with those of `ties` :meth:`grad` can go on from them.
         """
-        states = chunk_states(self.chunks, self.plan, x, through=True, ties=ties)
+        states = chunk_states(self.chunks, self.plan, x, with_next=True, ties=ties)
         self._apply(self.plan, x, weight, states, out, ties=ties)
         return states
 
     def cross(self, g: Tensor, x: Tensor, out: Tensor) -> None:
         """``⟨g, plan_l x⟩`` of every slice to `out`, (batch, L)."""
         chunks, plan = self.chunks, self.plan
-        x_states, _ = chunk_states(chunks, plan, x, through=False, ties=False)
-        g_states, _ = chunk_states(chunks, plan.transposed(), g, through=False, ties=False)
+        x_states, _ = chunk_states(chunks, plan, x, with_next=False, ties=False)
+        g_states, _ = chunk_states(chunks, plan.transposed(), g, with_next=False, ties=False)
         totals = chunks.by_chunk(out)
         for launch in _cross_launches(chunks, x.shape[-2], g.shape[-2], x.shape[-1]):
             launch(
@@ -1110,21 +1143,20 @@ class PlanKernels:
         """Gradients of ``Σ_l weight_l ⟨g, plan_l x⟩``: adds to dx and dg, writes to `found`."""
         chunks, plan, transposed = self.chunks, self.plan, self.plan.transposed()
         if x_states is None:
-            x_states = chunk_states(chunks, plan, x, through=True, ties=True)
-        g_states = chunk_states(chunks, transposed, g, through=True, ties=True)
+            x_states = chunk_states(chunks, plan, x, with_next=True, ties=True)
+        g_states = chunk_states(chunks, transposed, g, with_next=True, ties=True)
         totals = None if found.weight is None else chunks.by_chunk(found.weight)
         by_chunk = of_queries = of_keys = None
         if found.inv_bandwidth is not None:
             by_chunk = plan.mid_scale.new_empty(2, chunks.batch, chunks.slices, chunks.count)
             of_queries, of_keys = by_chunk.unbind(0)
         self._apply(
-            plan, x, weight, x_states, dg, g, g_states[0], d_points=found.query_points,
-            d_query_scale=found.query_scale, d_mid_scale=found.mid_scale, totals=totals,
-            d_inv_bandwidth=of_queries,
+            plan, x, weight, x_states, dg, g, g_states[0],
+            found._replace(weight=totals, inv_bandwidth=of_queries),
         )  # fmt: skip
         self._apply(
-            transposed, g, weight, g_states, dx, x, x_states[0], d_points=found.key_points,
-            d_query_scale=found.key_scale, d_inv_bandwidth=of_keys,
+            transposed, g, weight, g_states, dx, x, x_states[0],
+            found.transposed()._replace(inv_bandwidth=of_keys),
         )  # fmt: skip
         if totals is not None and chunks.count > 1:
             torch.sum(totals, -1, out=found.weight)
@@ -1137,21 +1169,30 @@ class PlanKernels:
 
     def _apply(
         self, plan: Plan, x: Tensor, weight: Tensor, states: States, out: Tensor | None,
-        g: Tensor | None = None, g_states: Tensor | None = None, *,
-        d_points: Tensor | None = None, d_query_scale: Tensor | None = None,
-        d_mid_scale: Tensor | None = None, totals: Tensor | None = None,
-        d_inv_bandwidth: Tensor | None = None, ties: bool = True,
+        g: Tensor | None = None, g_states: Tensor | None = None,
+        found: PlanGradients | None = None, ties: bool = True,
     ) -> None:  # fmt: skip
-        """The plan from keys to queries, and with g its gradients on the side of the queries."""
+        """The plan from keys to queries, and with g its gradients on the side of the queries.
+
+        `found` has buffers for these; by chunk for the weight and the inverse bandwidth.
+        """
+        d_points = d_query_scale = d_mid_scale = totals = d_inv_bandwidth = None
+        if found is not None:
+            d_points, d_query_scale = found.query_points, found.query_scale
+            d_mid_scale, totals, d_inv_bandwidth = (
+                found.mid_scale, found.weight, found.inv_bandwidth
+            )  # fmt: skip
         name = "rows"
         if g is not None:
             few = (out is None or d_mid_scale is None) and d_query_scale is None
             name = "grad" if few else "all"
-        rows = out if g is None else g
-        assert rows is not None
+        query_rows = out if g is None else g
+        assert query_rows is not None
         atomic = out is None or out.dim() == 3
         _, keys, width = x.shape
-        for launch in _apply_launches(self.chunks, name, keys, rows.shape[-2], width, ties, atomic):
+        for launch in _apply_launches(
+            self.chunks, name, keys, query_rows.shape[-2], width, ties, atomic
+        ):
             launch(
                 x, plan.key_order, plan.key_scale, plan.key_points, plan.query_order,
                 plan.query_scale, plan.query_points, plan.mid_scale, plan.inv_bandwidth, weight,
@@ -1171,17 +1212,17 @@ class PlanKernels:
         first, last = points[..., :: chunks.span], points[..., chunks.span - 1 :: chunks.span]
         if chunks.ranks % chunks.span:
             last = torch.cat([last, points[..., -1:]], -1)
-        before = torch.cat([first[..., :1], last[..., :-1]], -1)
-        span = ((last - first) * self.plan.inv_bandwidth.view(-1, 1, 1)).clamp(max=40)
+        prev_last = torch.cat([first[..., :1], last[..., :-1]], -1)
+        scaled_length = ((last - first) * self.plan.inv_bandwidth.view(-1, 1, 1)).clamp(max=40)
         table = exponential_table(chunks.metric, chunks.fp32_rows)
         (x_left, x_right), (y_left, y_right) = self._directions(x), self._directions(y)
         products = (x_left * y_right + y_left * x_right).sum(-1)
-        force = torch.zeros_like(span)
+        force = torch.zeros_like(scaled_length)
         for r, (weight, pole) in enumerate(zip(table.weights, table.poles, strict=True)):
             # Python numbers: a tensor would have to be copied to the device.
-            term = torch.exp(span * -pole) * products[..., r] * (-weight * pole)
+            term = torch.exp(scaled_length * -pole) * products[..., r] * (-weight * pole)
             force += term.real if chunks.complex else term
-        return (force * (last - before)).sum(-1)
+        return (force * (last - prev_last)).sum(-1)
 
     def _directions(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """States from the left and from the right, (batch, L, chunks, poles, width)."""
@@ -1196,17 +1237,17 @@ class PlanKernels:
 def _apply_launches(
     chunks: Chunks, name: str, keys: int, queries: int, width: int, ties: bool, atomic: bool
 ) -> list[Launch]:
-    rows = chunks.state_rows(ties)
+    state_rows = chunks.state_rows(ties)
     return chunks.launches(
-        apply_kernel, name, width, KEYS=keys, QUERIES=queries, STATE_ROWS=rows, ATOMIC=atomic
+        apply_kernel, name, width, KEYS=keys, QUERIES=queries, STATE_ROWS=state_rows, ATOMIC=atomic
     )
 
 
 @once
 def _cross_launches(chunks: Chunks, keys: int, queries: int, width: int) -> list[Launch]:
-    rows = chunks.state_rows(ties=False)
+    state_rows = chunks.state_rows(ties=False)
     return chunks.launches(
-        cross_kernel, "cross", width, KEYS=keys, QUERIES=queries, STATE_ROWS=rows
+        cross_kernel, "cross", width, KEYS=keys, QUERIES=queries, STATE_ROWS=state_rows
     )
 
 
@@ -1265,7 +1306,7 @@ def _heads(x: Tensor, group: Group | None) -> Tensor:
     return x if group is None else x[group[0]]
 
 
-def _room(out: Tensor, group: Group | None, slices: int) -> Tensor:
+def _row_buffer(out: Tensor, group: Group | None, slices: int) -> Tensor:
     """The buffer for the rows of a group: `out` itself, or separate rows per slice if the order of
     additions must not matter (deterministic algorithms).
     """
@@ -1294,7 +1335,7 @@ def apply_plans(
     out = value.new_zeros(value.shape[0], queries, value.shape[-1], dtype=torch.float32)
     states: States = (None, None)
     for group, kernels in _groups(value, plan, backward=keep_states):
-        rows = _room(out, group, weight.shape[1])
+        rows = _row_buffer(out, group, weight.shape[1])
         weights = weight if group is None else weight[group]
         states = kernels.apply(_heads(value, group), weights, rows, ties=keep_states)
         _collect(out, group, rows)
@@ -1323,15 +1364,15 @@ def plan_gradients(
     """Gradients of ``Σ_l weight_l ⟨upstream, plan_l V⟩``: adds to `d_value` and `d_upstream`, which
     are float32, and writes to `found`.
 
-    `states` of V are those that :func:`apply_plans` kept, of all slices; if these are several
-    groups now, since algorithms have to be deterministic by now, they are computed again. The
-    gradients of `upstream` and of the weight exclude each other.
+    `states`, if given, are those of V that :func:`apply_plans` kept for all slices. They are
+    recomputed if the slices now form several groups (deterministic mode was switched on after the
+    forward). The gradients of `upstream` and of the weight exclude each other.
     """
     slices = weight.shape[1]
     learnt = found.inv_bandwidth is not None
     for group, kernels in _groups(value, plan, True, learnt):
         value_rows, upstream_rows = (
-            None if x is None else _room(x, group, slices) for x in (d_value, d_upstream)
+            None if x is None else _row_buffer(x, group, slices) for x in (d_value, d_upstream)
         )
         kernels.grad(
             _heads(upstream, group), _heads(value, group),

@@ -1,11 +1,9 @@
 """Points of every slice in rank order: projected, sorted, and in units of their spread.
 
 The torch twins are :func:`espformer.ops.esp.linear.sort_tokens` and
-:func:`espformer.ops.esp.problem.with_spread`. This file reads from top to bottom: words, and what a
-program does with them; rows of words, sorted; the kernels that make points and those of their
-gradients; and what launches them, up to :func:`sort_points` and :func:`point_gradients`, which are
-parts of other operators. The operator ``espformer::rank_points`` has sorted points and the token at
-each rank, of one side, and no gradient.
+:func:`espformer.ops.esp.problem.with_spread`. Order of this file: words; sorting rows of words;
+kernels for points and their gradients; launchers. The operator ``espformer::rank_points`` sorts one
+side, without gradient.
 
 **Words.** If the lower bits of negative floats are flipped, floats keep their order as signed
 integers. Such an integer in the upper bits and the index of the token in the lower bits form one
@@ -19,10 +17,9 @@ rows are sorted in runs of RUN words, and neighbouring runs are merged until one
 begin in each run, takes RUN words from both, and keeps the smaller ones.
 
 **Forward**, for rows of at most 1024 tokens two launches: one makes the points ``p = scale · Θ x``,
-as words, one sorts them and divides them by their spread. Longer rows are sorted in runs, and
-divided by a launch of their own, for which points are in order: the largest are the two ends, and
-measured from the one in the middle, which is within a spread of the mean, one pass finds both mean
-and variance.
+as words, one sorts them and divides them by their spread. Longer rows are sorted in runs and
+divided by a separate launch. Its points are in order, so the largest is at an end. Relative to the
+median, which is within one spread of the mean, one pass gives mean and variance.
 
 **Backward.** With ``y = p / s``, s the standard deviation of the n points that take part,
 
@@ -71,8 +68,8 @@ class Words:
     whole: torch.dtype
     point: Any  # of Triton: what 16-bit points are
     infinity: int
-    packed_scale: float  # what points are multiplied by before they are sorted
-    unpacked_scale: float  # and after
+    pack_factor: float  # what points are multiplied by before they are sorted
+    unpack_factor: float  # and after
 
     @staticmethod
     def of(dtype: torch.dtype, tokens: int, projected: bool, scale: float) -> Words:
@@ -137,13 +134,13 @@ def word_point(words, BITS: tl.constexpr, POINT: tl.constexpr):
 
 
 @triton.jit
-def store_words(to, bits, n, mask, BITS: tl.constexpr):
+def store_words(out_ptr, bits, n, mask, BITS: tl.constexpr):
     """Stores whole words if they must carry the index of the token, otherwise only the points."""
-    whole: tl.constexpr = to.dtype.element_ty.primitive_bitwidth == 2 * BITS
+    whole: tl.constexpr = out_ptr.dtype.element_ty.primitive_bitwidth == 2 * BITS
     if whole:
-        tl.store(to, make_words(bits, n, BITS), mask=mask)
+        tl.store(out_ptr, make_words(bits, n, BITS), mask=mask)
     else:
-        tl.store(to, bits.to(to.dtype.element_ty), mask=mask)
+        tl.store(out_ptr, bits.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -434,8 +431,8 @@ def row_spread(x, n, length, LEAST_SIZE: tl.constexpr, LEAST_SHARE: tl.constexpr
     here = n < length
     count = tl.maximum(length, 1)
     size = tl.maximum(tl.max(tl.where(here, tl.abs(x), 0.0), 0), LEAST_SIZE)
-    share = tl.where(here, x / size, 0.0)
-    centred = tl.where(here, share - tl.sum(share, 0) / count, 0.0)
+    relative = tl.where(here, x / size, 0.0)
+    centred = tl.where(here, relative - tl.sum(relative, 0) / count, 0.0)
     variance = tl.sum(rounded_product(centred, centred), 0) / count
     return spread_of(variance, size, LEAST_SHARE)
 
@@ -500,9 +497,8 @@ def unpack_kernel(
 
 @triton.jit
 def mean_and_variance(points_ptr, length, size, N, BLOCK: tl.constexpr):
-    """The middle one of the first `length` points, and their mean and variance relative to it.
-
-    In units of `size`.
+    """The median of the first `length` points; and their mean and variance relative to it, in units
+    of `size`.
     """
     middle = tl.load(points_ptr + length // 2)
     sums = tl.zeros((BLOCK,), tl.float32)
@@ -561,7 +557,7 @@ def point_grad_kernel(
     spread_ptr,  # (B, L) float32, or None
     lengths_ptr,  # (HEADS,) int32, or None
     dx_ptr,  # by token: (B, L, N) float32, or the tokens' own (HEADS, N, L) if TOKENS_FIRST
-    dy_ptr,  # if TOKENS_FIRST and there are two sides: the tokens of the second one; or None
+    dy_ptr,  # (HEADS, N, L): of the second side, if there is one and TOKENS_FIRST; or None
     N, L, HEADS, scale, TOKENS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`scale` times the gradient of the points of one slice; zero at padding."""
@@ -695,7 +691,7 @@ class TokenSort:
         stride = self.packed[0][-1]
         blocks, config = _pack_config(width, stride, self.slices is not None)
         config |= {
-            "N": tokens, "STRIDE": stride, "scale": words.packed_scale, "MASKED": self.masked
+            "N": tokens, "STRIDE": stride, "scale": words.pack_factor, "MASKED": self.masked
         }  # fmt: skip
         grid = batch, blocks, self.sides
         if self.slices is None:
@@ -711,7 +707,7 @@ class TokenSort:
         tokens, words = self.shape[1], self.words
         arguments = {
             "N": tokens, "L": self.count, "HEADS": self.shape[0], "POINT": words.point,
-            "scale": words.unpacked_scale, "MASKED": self.masked, **words.arguments,
+            "scale": words.unpack_factor, "MASKED": self.masked, **words.arguments,
         }  # fmt: skip
         pairs = self.sides * self.pairs
         if self.at_once:
@@ -766,11 +762,10 @@ def _point_grads(shape: Shape, heads: int, scale: float, tokens_first: bool) -> 
 @once
 def _back_projection(shape: Shape, heads: int, width: int, shared: bool) -> Launch:
     batch, count, tokens = shape
-    block_d = power_of_2(width)
-    block_n = max(1, min(64, 4096 // block_d))
+    blocks, config = _pack_config(width, tokens, projected=True)
     return Launch(
-        back_project_kernel, (batch, ceil_div(tokens, block_n)), N=tokens, L=count, HEADS=heads,
-        SHARED=shared, BLOCK_N=block_n, BLOCK_D=block_d, **width_arguments(width),
+        back_project_kernel, (batch, blocks), N=tokens, L=count, HEADS=heads, SHARED=shared,
+        **config, **width_arguments(width),
     )  # fmt: skip
 
 
