@@ -1,5 +1,7 @@
 """Sliced distances and plans against POT, one problem at a time."""
 
+import math
+
 import numpy as np
 import ot
 import pytest
@@ -42,6 +44,28 @@ def test_padding_does_not_count():
     mask = torch.arange(13) < 9
     got = sliced_wasserstein(padded, y, slices=theta, x_mask=mask.expand(3, -1))
     torch.testing.assert_close(got, sliced_wasserstein(x, y, slices=theta))
+
+
+@pytest.mark.parametrize("size", [1e-3, 0.1, 10.0, 1e3])
+@pytest.mark.parametrize("more", [0, 3], ids=["equal", "unequal"])
+def test_large_powers(more: int, size: float) -> None:
+    """They neither overflow nor vanish, and go to the largest distance."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(1, n, 3, generator=generator) * size for n in (20, 20 + more))
+    theta = torch.eye(3)
+    limit = sliced_wasserstein(x, y, slices=theta, p=math.inf)
+    if not more:
+        gaps = (x.sort(-2).values - y.sort(-2).values).abs()
+        torch.testing.assert_close(limit, gaps.amax().view(1))
+    for p in (20.0, 100.0, 1000.0):
+        x.requires_grad_()
+        found = sliced_wasserstein(x, y, slices=theta, p=p)
+        want = sliced_wasserstein(x.double(), y.double(), slices=theta.double(), p=p)
+        torch.testing.assert_close(found, want.float(), rtol=1e-4, atol=0)
+        assert 0.7 * limit < found <= limit * (1 + 1e-6)
+        (grad,) = torch.autograd.grad(found.sum(), x)
+        (wanted,) = torch.autograd.grad(want.sum(), x)
+        torch.testing.assert_close(grad, wanted, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(("count", "other"), [(8, 8), (8, 11), (11, 8)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -57,7 +59,7 @@ def sliced_wasserstein(
         x: ``(..., N, m)``; leading dimensions broadcast.
         y: ``(..., M, m)``.
         slices: how many directions to draw, or Θ itself, ``(L, m)``, rows of unit norm.
-        p: the power, at least one.
+        p: the power, at least one; ``math.inf`` for the largest distance on any slice.
         x_mask, y_mask: ``(..., N)`` and ``(..., M)``, True = takes part.
         generator: draws the directions, if `slices` is a number, and may be on another device. By
             default torch's global generator draws, so every call has new directions. For the same
@@ -74,14 +76,14 @@ def sliced_wasserstein(
         True
     """
     name = "sliced_wasserstein"
-    if isinstance(p, str) or not p >= 1:
+    if not isinstance(p, Real) or not p >= 1:
         raise ValueError(f"{name}: p must be a number of at least 1, got {p!r}")
     problem, lead = _problem(name, x, y, slices, generator, x_mask, y_mask)
     with without_autocast(x.device):
         q, k = problem.projections()
     a, b = linear.sort_tokens(q, problem.query_mask), linear.sort_tokens(k, problem.key_mask)
     if q.shape == k.shape and x_mask is None and y_mask is None:
-        powers = (a.points - b.points).abs().pow(p).mean((-2, -1))
+        gaps, weights = (a.points - b.points).abs(), None
     else:
         ranks = a.points.shape[-1], b.points.shape[-1]
         pairs = couple("quantile", a.lengths, b.lengths, *ranks, problem.dtype)
@@ -90,10 +92,20 @@ def sliced_wasserstein(
             side.points.gather(-1, index.unsqueeze(1).expand(-1, count, -1))
             for side, index in ((a, pairs.rows), (b, pairs.columns))
         )
-        distances = torch.sub(*ends).abs().pow(p) * pairs.weights.unsqueeze(1)
-        powers = distances.sum(-1).mean(-1) / a.lengths.clamp(min=1)
-    zero = powers == 0
-    distance = powers.masked_fill(zero, 1).pow(1 / p).masked_fill(zero, 0)
+        weights = pairs.weights.unsqueeze(1)
+        gaps = torch.sub(*ends).abs().masked_fill(weights == 0, 0)
+    largest = gaps.amax((-2, -1))
+    if math.isinf(p):
+        distance = largest
+    else:  # of gaps between zero and one, whose powers do not overflow
+        unit = largest.detach().masked_fill(largest == 0, 1)
+        powers = (gaps / unit[:, None, None]).pow(p)
+        if weights is None:
+            power = powers.mean((-2, -1))
+        else:
+            power = (powers * weights).sum(-1).mean(-1) / a.lengths.clamp(min=1)
+        zero = power == 0
+        distance = unit * power.masked_fill(zero, 1).pow(1 / p).masked_fill(zero, 0)
     return (distance + problem.nonfinite_marker()).to(x.dtype).view(lead)
 
 
