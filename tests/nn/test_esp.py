@@ -3,6 +3,7 @@
 import copy
 import inspect
 import io
+import warnings
 from pathlib import Path
 from typing import get_type_hints
 
@@ -197,6 +198,26 @@ def test_state_dict_of_before_temperatures_had_a_unit():
     esp = layer.mechanism
     assert (esp.sort_temperature, esp.temperature_unit, esp.hard) == (0.07, "absolute", True)
     assert (esp.straight_through, esp.ties) == (0.5, "average")
+
+
+def test_weights_of_other_options_are_told():
+    """Temperatures and the like are restored; what the constructor decides is not."""
+    saved = Attention(12, HEADS, ESP(0.7, metric="squared", balance="both", scale=0.5))
+    layer = Attention(12, HEADS, ESP())
+    words = (
+        r"saved with metric='squared', balance='both', scale=0.5, and this mechanism has "
+        r"metric='absolute', balance='rows', scale=None, so"
+    )
+    with pytest.warns(UserWarning, match=words):
+        layer.load_state_dict(saved.state_dict())
+    assert (layer.mechanism.sort_temperature, layer.mechanism.metric) == (0.7, "absolute")
+    same = Attention(12, HEADS, ESP(metric="squared", balance="both", scale=0.5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same.load_state_dict(saved.state_dict())
+        former = saved.state_dict()
+        former["mechanism._extra_state"] = former["mechanism._extra_state"][:5]
+        layer.load_state_dict(former)  # saved before other options were compared
 
 
 def test_few_slices_unless_told():

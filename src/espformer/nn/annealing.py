@@ -22,11 +22,13 @@ annealing cost 4 points of accuracy at the rate of training, 5e-4, and nothing a
 """
 
 import math
+from dataclasses import replace
 
 from torch import Tensor, nn
 
 from espformer.functional.arguments import check_module
 from espformer.nn.esp import ESP
+from espformer.ops.esp.options import SAVED_OPTIONS
 
 __all__ = [
     "anneal",
@@ -203,7 +205,8 @@ def copy_sort_settings(source: nn.Module, target: nn.Module) -> list[str]:
                 "the other; pass two models of the same kind"
             )
     for (_, mechanism), (_, other) in zip(given, taking, strict=True):
-        other.set_extra_state(mechanism.get_extra_state())
+        settings = {option: getattr(mechanism.options, option) for option in SAVED_OPTIONS}
+        other.options = replace(other.options, **settings)
     return [name for name, _ in taking]
 
 

@@ -1,6 +1,7 @@
 """ESP attention as a mechanism: options, slices, parameters and saved state."""
 
 import math
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Unpack
@@ -13,6 +14,7 @@ from espformer.functional.arguments import check_options, is_integer, nearest, o
 from espformer.nn.mechanisms import Mechanism, own_draws
 from espformer.nn.slicers import AxisSlicer, FrozenSlicer, Slicer, make_slicer
 from espformer.ops.esp.options import (
+    COMPARED_OPTIONS,
     OPTIONS,
     SAVED_OPTIONS,
     Options,
@@ -27,6 +29,7 @@ from espformer.ops.esp.problem import LEAST_TEMPERATURE
 __all__ = ["ESP", "former_settings"]
 
 FEW_SLICES = 8
+END_OF_SAVED = -1.0  # no option has a negative number
 OWN_ARGUMENTS = ("slicer", "slices", "learn_temperature", "learn_slice_weights", "backend")
 FIXED = ("slices", "learn_temperature", "learn_slice_weights")  # once the parameters exist
 
@@ -50,7 +53,8 @@ class ESP(Mechanism):
     are stored as Python values, which a cast to 16 bits does not round and which need no device
     synchronisation. They are saved as one small tensor, ``_extra_state``, which any weight format
     can hold. A state dict without it (for example of softmax attention) can be loaded and leaves
-    them unchanged.
+    them unchanged. The other options are those of the constructor: loading a state that was saved
+    with others warns.
 
     Args:
         temperature: short for `sort_temperature`.
@@ -305,16 +309,33 @@ class ESP(Mechanism):
         }
 
     def get_extra_state(self) -> Tensor:
-        """The saved options, as numbers; see the class."""
-        state = [encode(name, getattr(self.options, name)) for name in SAVED_OPTIONS]
-        return torch.tensor(state, dtype=torch.float64, device="cpu")
+        """The saved options, as numbers, then `END_OF_SAVED` and those that are compared."""
+        saved, compared = (
+            [encode(name, getattr(self.options, name)) for name in names]
+            for names in (SAVED_OPTIONS, COMPARED_OPTIONS)
+        )
+        return torch.tensor([*saved, END_OF_SAVED, *compared], dtype=torch.float64, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         numbers = state.tolist()
-        saved = {n: decode(n, x) for n, x in zip(SAVED_OPTIONS, numbers, strict=False)}
-        for name in SAVED_OPTIONS[len(numbers) :]:  # newer than the saved state
+        end = numbers.index(END_OF_SAVED) if END_OF_SAVED in numbers else len(numbers)
+        kept, compared = numbers[:end], numbers[end + 1 :]
+        saved = {n: decode(n, x) for n, x in zip(SAVED_OPTIONS, kept, strict=False)}
+        for name in SAVED_OPTIONS[len(kept) :]:  # newer than the saved state
             saved[name] = OPTIONS[name].metadata["before"]
         self.options = replace(self.options, **saved)
+        others = {n: decode(n, x) for n, x in zip(COMPARED_OPTIONS, compared, strict=False)}
+        others = {n: x for n, x in others.items() if x != getattr(self.options, n)}
+        if others:
+            theirs, ours = (
+                ", ".join(f"{name}={options[name]!r}" for name in others)
+                for options in (others, vars(self.options))
+            )
+            warnings.warn(
+                f"ESP: these weights were saved with {theirs}, and this mechanism has {ours}, so "
+                "its outputs differ; if you do not want that, build it with the same options",
+                stacklevel=2,
+            )
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

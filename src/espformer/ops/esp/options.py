@@ -241,12 +241,14 @@ def _fits(kind: str, value: Any) -> bool:
 OPTIONS: dict[str, Field[Any]] = {option.name: option for option in fields(ESPOptions)}
 KERNEL_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.metadata["kernel"])
 SAVED_OPTIONS = tuple(n for n, option in OPTIONS.items() if option.metadata["before"] is not None)
+# Checkpoints hold these too, to tell when a model is built with others.
+COMPARED_OPTIONS = tuple(name for name in KERNEL_OPTIONS if name not in SAVED_OPTIONS)
 
 
 def encode(name: str, value: Any) -> float:
-    """The value of an option as a number, for a checkpoint."""
+    """The value of an option as a number, for a checkpoint; zero stands for None."""
     choices = OPTIONS[name].metadata["choices"]
-    return float(value if choices is None else choices.index(value))
+    return float((value or 0) if choices is None else choices.index(value))
 
 
 def decode(name: str, number: float) -> Any:
@@ -254,6 +256,8 @@ def decode(name: str, number: float) -> Any:
     option = OPTIONS[name]
     if option.metadata["choices"] is not None:
         return option.metadata["choices"][int(number)]
+    if "None" in str(option.type):
+        return number or None
     return bool(number) if option.type == "bool" else number
 
 
