@@ -97,6 +97,10 @@ def test_wrong_arguments():
         espformer.convert(torch_encoder(), "ESP")
     with pytest.raises(TypeError, match="where must be a pattern"):
         espformer.convert(torch_encoder(), ESP(), where=3)
+    with pytest.raises(TypeError, match=r"model comes first, .* convert\(model, ESP\(\)\)"):
+        espformer.convert(ESP(), nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"such as espformer.nn.ESP\(\), got Linear$"):
+        espformer.convert(nn.Linear(2, 2), nn.Linear(2, 2))
 
 
 def test_a_model_is_converted_whole_or_not_at_all():

@@ -323,3 +323,10 @@ def test_windows_with_positions_are_left():
     )
     with pytest.raises(ValueError, match="adds a bias of positions"):
         espformer.convert(transformers.SwinModel(config), ESP())
+
+
+def test_loading_from_what_is_no_directory():
+    with pytest.raises(FileNotFoundError, match=r"there is no directory \./nowhere"):
+        integration.load_pretrained(transformers.AutoModel, "./nowhere")
+    with pytest.raises(TypeError, match="must be a class of transformers such as AutoModel"):
+        integration.load_pretrained("./nowhere", transformers.AutoModel)

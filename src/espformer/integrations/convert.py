@@ -81,10 +81,16 @@ def convert(
         >>> model(torch.randn(2, 5, 32)).shape
         torch.Size([2, 5, 32])
     """
+    if isinstance(model, Mechanism):
+        raise TypeError(
+            "convert: the model comes first, then the mechanism: "
+            f"convert(model, {type(model).__name__}())"
+        )
     check_module("convert", model)
     if not isinstance(mechanism, Mechanism):
+        got = type(mechanism).__name__ if isinstance(mechanism, nn.Module) else repr(mechanism)
         raise TypeError(
-            f"convert: mechanism must be an object such as espformer.nn.ESP(), got {mechanism!r}"
+            f"convert: mechanism must be an object such as espformer.nn.ESP(), got {got}"
         )
     chosen = _selector(where)
     plan: list[tuple[Candidate, Mechanism]] = []

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -54,6 +55,14 @@ def load_pretrained(
         >>> type(model.encoder.layer[0].attention.self.mechanism).__name__
         'ESP'
     """
+    if not hasattr(model_class, "from_pretrained"):
+        raise TypeError(
+            "load_pretrained: model_class must be a class of transformers such as AutoModel, got "
+            f"{model_class!r} (the class comes first, then the directory)"
+        )
+    path = Path(folder).expanduser()
+    if not path.exists() and (path.is_absolute() or str(folder).startswith((".", "~"))):
+        raise FileNotFoundError(f"load_pretrained: there is no directory {folder}")
     with _quiet_about_mechanisms(), building_original():
         model = model_class.from_pretrained(folder, **options)
     entries = _take_entries(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Unpack
 
 import torch
@@ -16,14 +17,7 @@ def soft_sort(
     *,
     dim: int = -1,
     descending: bool = False,
-    temperature: float | Tensor = 0.1,
-    unit: str = "spread",
-    metric: str = "absolute",
-    balance: str = "rows",
-    mask: Tensor | None = None,
-    hard: bool = False,
-    straight_through: bool | float = False,
-    backend: str = "auto",
+    **options: Unpack[SortOptions],
 ) -> Tensor:
     r"""Soft sort of numbers, or of other values by them: SoftSort in linear time.
 
@@ -49,15 +43,16 @@ def soft_sort(
             instance x ``(batch, N)`` and values ``(batch, N, d)``. None means x itself.
         dim: the dimension of x to sort along.
         descending: largest first.
-        temperature: t > 0, the softness of the sort: a number, or a tensor that broadcasts to the
-            shape of x without `dim`, one value per row.
-        unit: ``"spread"``: t is a fraction of the standard deviation of the row, the width over
-            which numbers mix, with either metric. The same t is then equally soft at any scale,
-            and for few or many numbers from one distribution. Gradients flow through the spread.
-            ``"absolute"``: t is a distance, or a squared distance.
-        metric: ``"absolute"``, ``dist = |s - x|`` (exact), or ``"squared"``, a sum of a few
-            exponentials; each kernel entry is within 2e-7 in float32 and 3e-11 in float64.
-        balance: ``"rows"``: rows of A sum to one. ``"both"``: columns do too, within about 1e-6.
+        temperature: t > 0, the softness of the sort, by default 0.1: a number, or a tensor that
+            broadcasts to the shape of x without `dim`, one value per row.
+        unit: ``"spread"`` (default): t is a fraction of the standard deviation of the row, the
+            width over which numbers mix, with either metric. The same t is then equally soft at any
+            scale, and for few or many numbers from one distribution. Gradients flow through the
+            spread. ``"absolute"``: t is a distance, or a squared distance.
+        metric: ``"absolute"`` (default), ``dist = |s - x|``, exact; or ``"squared"``, a sum of a
+            few exponentials: each kernel entry is within 2e-7 in float32 and 3e-11 in float64.
+        balance: ``"rows"`` (default): rows of A sum to one. ``"both"``: columns do too, within
+            about 1e-6.
         mask: boolean, broadcasts to x, True = takes part. Masked numbers are not sorted, and the
             surplus ranks hold zeros. Each row gives the same result as on its own.
         hard: sort exactly, with a stable order of equal numbers. There is no gradient through the
@@ -85,10 +80,12 @@ def soft_sort(
         Prillo & Eisenschlos, *SoftSort: A Continuous Relaxation for the argsort Operator*, ICML
         2020. How it takes linear time: ``docs/mathematics.md``.
     """
-    sort = prepare(
-        "soft_sort", x, dim, descending, temperature=temperature, unit=unit, metric=metric,
-        balance=balance, mask=mask, hard=hard, straight_through=straight_through, backend=backend,
-    )  # fmt: skip
+    if isinstance(values, Real):
+        raise TypeError(
+            f"soft_sort: values must be a tensor, what to sort by x, got {values}; a temperature "
+            f"is passed by name, temperature={values}"
+        )
+    sort = prepare("soft_sort", x, dim, descending, **options)
     if values is None:
         numbers = sort.sort_numbers()
         return sort.unflatten(-numbers if descending else numbers, torch.Size()).to(x.dtype)

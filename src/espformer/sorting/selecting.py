@@ -128,7 +128,7 @@ def soft_topk(
     if not is_integer(k) or not 1 <= k <= sort.count:
         raise ValueError(
             f"soft_topk: k must be an integer from 1 to {sort.count}, the numbers along dim {dim}, "
-            f"got {k}"
+            f"got {k!r}"
         )
     chosen = (sort.positions < k).to(sort.numbers.dtype).expand_as(sort.numbers)
     weights = sort.unsort(chosen.unsqueeze(-1))
