@@ -1,7 +1,7 @@
 """`espformer finetune`: swap the attention of a pre-trained encoder, then fine-tune it."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -141,12 +141,7 @@ def finetune(
         examples=examples,
         calibration_steps=calibration_steps if calibrate else None,
     )
-    runs = [
-        experiment.run(label, setting, seed)
-        for setting in experiment.grid.settings
-        for label in attentions
-        for seed in numbers
-    ]
+    runs: list[Any] = experiment.runs()
     if not head_file(output, runs[0]).exists():
         print("fitting the head with the original attention")
     fit_shared_head(runs[0], output)

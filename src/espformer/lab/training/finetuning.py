@@ -16,10 +16,8 @@ head that is trained together with the encoder would give softmax more training 
 A logistic regression is convex: it has one solution, no seed, and leaves the encoder alone.
 """
 
-import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,27 +74,6 @@ def read_attentions(texts: Sequence[str]) -> dict[str, Spec]:
     return attentions
 
 
-@dataclass(frozen=True, kw_only=True)
-class Experiment(Recipe):
-    """An experiment that a command line asks for, as a recipe: for tables of its results."""
-
-    made: dict[tuple[str, str], FinetuneRun] = dataclasses.field(default_factory=dict)
-    """A run for each attention and learning rate."""
-
-    def run(
-        self,
-        mechanism: str | None = None,
-        setting: str | None = None,
-        seed: int | None = None,
-        overrides: Sequence[str] = (),
-    ) -> FinetuneRun:
-        """Return one run of the experiment; the arguments are those of a recipe."""
-        label = self.default_mechanism if mechanism is None else mechanism
-        setting = next(iter(self.grid.settings)) if setting is None else setting
-        seed = self.grid.seeds[0] if seed is None else seed
-        return dataclasses.replace(self.made[label, setting], seed=seed)
-
-
 def make_experiment(
     model: str,
     task: str,
@@ -112,64 +89,55 @@ def make_experiment(
     data_dir: str | None,
     examples: int | None,
     calibration_steps: int | None = None,
-) -> Experiment:
-    """Return every attention with every learning rate and every seed, equal in all else."""
+) -> Recipe:
+    """Every attention with every learning rate and every seed, equal in all else, as a recipe."""
     if task not in TASKS:
         raise ConfigError(f"--task {task}: {nearest(task, TASKS)}")
     name = Path(model.rstrip("/")).name
     calibrated = calibration_steps is not None
-    recipe = f"finetune-{name}-{task}{'-calibrated' if calibrated else ''}"
-    origins = Origins("the command line")
-    common = {
-        "recipe": recipe,
-        "task": "finetuning",
-        "seed": seeds[0],
-        "data": {
-            "set": {task: {} if examples is None else {"examples": examples}},
-            "batch_size": batch_size,
-            "eval_batch_size": 256,
-            "directory": data_dir,
-        },
-        "model": {
-            "pretrained": {
-                "path": model,
-                "max_length": MAX_LENGTH[task] if max_length is None else max_length,
-            }
-        },
-        "trainer": {"epochs": epochs, "precision": precision, "attention_statistics": False},
-        "calibration_steps": calibration_steps,
-    }
-    made = {}
-    for rate in rates:
-        optimizer = {"name": "adamw", "learning_rate": rate, "weight_decay": 0.01, "clip_norm": 1.0}
-        for label, spec in attentions.items():
-            mechanism = build_mechanism(spec)
-            sorts = mechanism.has_sort_temperature
-            # A hard forward needs no falling temperature: two ways to one end.
-            hard = any(getattr(module, "straight_through", 0) for module in mechanism.modules())
-            own = {
-                "mechanism": spec.plain(),
-                "label": label,
-                "setting": _setting(rate),
-                "optimizer": optimizer,
-                "harden": sorts,
-                "anneal_to": anneal_to if sorts and not hard else None,
-            }
-            made[label, _setting(rate)] = parse(FinetuneRun, common | own, origins)
-    return Experiment(
-        name=recipe,
+    experiment = Recipe(
+        name=f"finetune-{name}-{task}{'-calibrated' if calibrated else ''}",
         title=f"Fine-tuning {name} on {task}: other attentions in a model trained with softmax"
         + (", calibrated first" if calibrated else ""),
-        task="classification",
+        task="finetuning",
         default_mechanism=next(iter(attentions)),
         mechanisms=attentions,
-        grid=Grid(seeds=list(seeds), settings={_setting(rate): {} for rate in rates}),
-        made=made,
+        grid=Grid(
+            seeds=list(seeds),
+            settings={f"lr {rate:g}": {"optimizer.learning_rate": rate} for rate in rates},
+            adjust={label: _sharpening(spec, anneal_to) for label, spec in attentions.items()},
+        ),
+        sections={
+            "data": {
+                "set": {task: {} if examples is None else {"examples": examples}},
+                "batch_size": batch_size,
+                "eval_batch_size": 256,
+                "directory": data_dir,
+            },
+            "model": {
+                "pretrained": {
+                    "path": model,
+                    "max_length": MAX_LENGTH[task] if max_length is None else max_length,
+                }
+            },
+            "optimizer": {"name": "adamw", "weight_decay": 0.01, "clip_norm": 1.0},
+            "trainer": {"epochs": epochs, "precision": precision, "attention_statistics": False},
+            "calibration_steps": calibration_steps,
+        },
+        origins=Origins("the command line"),
     )
+    experiment.runs(seeds=seeds[:1])  # mistakes are told before work is done
+    return experiment
 
 
-def _setting(rate: float) -> str:
-    return f"lr {rate:g}"
+def _sharpening(spec: Spec, anneal_to: float | None) -> dict[str, Any]:
+    """Return what runs of an attention that sorts do beside the others."""
+    mechanism = build_mechanism(spec)
+    if not mechanism.has_sort_temperature:
+        return {}
+    # A hard forward needs no falling temperature: two ways to one end.
+    hard = any(getattr(module, "straight_through", 0) for module in mechanism.modules())
+    return {"harden": True, "anneal_to": None if hard else anneal_to}
 
 
 def head_file(output: Path, run: FinetuneRun) -> Path:
