@@ -262,17 +262,17 @@ def test_a_comparison_by_the_command_line(encoder, texts, tmp_path, monkeypatch)
 def test_a_run_stopped_after_its_last_epoch_is_scored(encoder, texts, tmp_path, monkeypatch):
     made = experiment(encoder, texts, "softmax")
     whole = do(made, "softmax", tmp_path / "whole")
-    test = trainer._Scores.test
+    test = trainer.Scores.test
 
     def stop(self, name, *rest):
         if name == "test":
             raise RuntimeError("killed")
         test(self, name, *rest)
 
-    monkeypatch.setattr(trainer._Scores, "test", stop)
+    monkeypatch.setattr(trainer.Scores, "test", stop)
     with pytest.raises(RuntimeError, match="killed"):
         do(made, "softmax", tmp_path / "stopped")
-    monkeypatch.setattr(trainer._Scores, "test", test)
+    monkeypatch.setattr(trainer.Scores, "test", test)
     assert do(made, "softmax", tmp_path / "stopped")["scores"] == whole["scores"]
 
 

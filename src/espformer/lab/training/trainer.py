@@ -158,7 +158,7 @@ def _train(
         run, directory, progress=progress, callbacks=learner.callbacks(), tell=tell
     )
     data = TaskData(run, task, position or (0, 0), least=_least_examples(learner.model))
-    scores = _Scores(trainer, learner, data)
+    scores = Scores(trainer, learner, data)
     scores.before_training(directory / "start.json", fresh=position is None)
     watch = Stopwatch()
     _fit(trainer, learner, scores.data, None if position is None else last)
@@ -216,7 +216,7 @@ def _fit(trainer: Trainer, learner: Learner, data: TaskData, checkpoint: Path | 
         raise RunError(f"the device ran out of memory: try {advice}") from error
 
 
-class _Scores:
+class Scores:
     """Measures scores on the test data and keeps them by name, with macro recalls if there are."""
 
     def __init__(self, trainer: Trainer, learner: Learner, data: TaskData) -> None:
@@ -229,7 +229,7 @@ class _Scores:
             self.learner, datamodule=self.data, verbose=False, ckpt_path=checkpoint,
             weights_only=True,
         )  # fmt: skip
-        self.scores[name] = score_percent(found[0], "test", self.learner)
+        self.scores[name] = self._percent(found[0], "test")
         if "test/recall" in found[0]:
             self.recalls[name] = 100 * float(found[0]["test/recall"])
 
@@ -241,7 +241,7 @@ class _Scores:
         if f"valid/{self.learner.score}" not in self.trainer.callback_metrics:
             # Stopped after the last epoch.
             self.trainer.validate(self.learner, datamodule=self.data, verbose=False)
-        self.scores["valid"] = score_percent(self.trainer.callback_metrics, "valid", self.learner)
+        self.scores["valid"] = self._percent(self.trainer.callback_metrics, "valid")
 
     def before_training(self, path: Path, *, fresh: bool) -> None:
         """Score the first weights: measured once, and kept in a file for a run that goes on."""
@@ -250,7 +250,7 @@ class _Scores:
             return
         if not fresh and path.exists():
             kept = json.loads(path.read_text(encoding="utf-8"))
-            # Older runs of recipes kept a single number.
+            # Some files have the score of the start alone.
             self.scores |= kept["scores"] if "scores" in kept else {"start": kept["score"]}
             self.recalls |= kept.get("macro_recall", {})
             return
@@ -264,6 +264,11 @@ class _Scores:
         if self.trainer.is_global_zero:
             kept = {"scores": self.scores, "macro_recall": self.recalls}
             write_atomically(path, json.dumps(kept) + "\n")
+
+    def _percent(self, metrics: Mapping[str, Any], stage: str) -> float:
+        """Return the score of an evaluation in percent (BLEU is one already)."""
+        value = float(metrics[f"{stage}/{self.learner.score}"])
+        return 100 * value if self.learner.score == "accuracy" else value
 
 
 def _compare_throughput(run: TrainingRun, task: Task, trainer: Trainer) -> dict[str, Any] | None:
@@ -364,12 +369,6 @@ def _training_callbacks(run: TrainingRun, directory: Path, score: str) -> list[C
     if run.trainer.attention_statistics:
         callbacks.append(AttentionStatistics())
     return callbacks
-
-
-def score_percent(metrics: Mapping[str, Any], stage: str, learner: Learner) -> float:
-    """Return the score of an evaluation, "valid" or "test", in percent (BLEU is one already)."""
-    value = float(metrics[f"{stage}/{learner.score}"])
-    return 100 * value if learner.score == "accuracy" else value
 
 
 def _position(last: Path, run: TrainingRun) -> tuple[int, int]:
