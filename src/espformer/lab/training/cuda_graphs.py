@@ -19,11 +19,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from espformer.lab.errors import RunError
+from espformer.lab.data import Batch
+from espformer.lab.errors import RunError, first_line
 from espformer.lab.recipes.schema import TrainingRun
-from espformer.lab.training.learner import Classifier
-
-Batch = dict[str, Tensor]
+from espformer.lab.training.learner import Classifier, Learner
 
 # Steps of each shape before it is recorded: kernels compile, workspaces and states are made.
 WARM_UP = 2
@@ -62,10 +61,9 @@ class CudaRecorder:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                 function()
         except RuntimeError as error:
-            first = (str(error).splitlines() or [type(error).__name__])[0]
             raise RunError(
-                f"this training step cannot be recorded as a CUDA graph ({first}): something in "
-                "it waits for the device. Train without it: trainer.cuda_graph=false"
+                f"this training step cannot be recorded as a CUDA graph ({first_line(error)}): "
+                "something in it waits for the device. Train without it: trainer.cuda_graph=false"
             ) from error
         replay: Callable[[], None] = graph.replay
         return replay
@@ -203,6 +201,20 @@ class StepGraphs:
         return inputs, self.recorder.record(step)
 
 
+def train_step(learner: Learner, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
+    """Do a whole training step without Lightning, and return its loss; autocast is the caller's."""
+    optimizer.zero_grad(set_to_none=True)
+    loss, _ = learner.measure("train", batch)
+    with torch.autocast(learner.device.type, enabled=False):
+        loss.backward()
+        if learner.run.optimizer.clip_norm is not None:
+            # In Lightning's order: a norm is a sum, which is rounded in some order.
+            every = [weight for group in optimizer.param_groups for weight in group["params"]]
+            nn.utils.clip_grad_norm_(every, learner.run.optimizer.clip_norm)
+        optimizer.step()
+    return loss.detach()
+
+
 class GraphedClassifier(Classifier):
     """A classifier whose training step, from augmentation to optimiser, is one CUDA graph.
 
@@ -238,18 +250,7 @@ class GraphedClassifier(Classifier):
         return self._loss
 
     def _step(self, batch: Batch) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
-        loss, _ = self.measure("train", batch)
-        # Lightning calls a training step under autocast, which the backward is not to see.
-        with torch.autocast(self.device.type, enabled=False):
-            loss.backward()
-            if self.run.optimizer.clip_norm is not None:
-                groups = self._optimizer.param_groups
-                # In Lightning's order: a norm is a sum, which is rounded in some order.
-                every = [parameter for group in groups for parameter in group["params"]]
-                nn.utils.clip_grad_norm_(every, self.run.optimizer.clip_norm)
-            self._optimizer.step()
-        self._loss.copy_(loss.detach())
+        self._loss.copy_(train_step(self, self._optimizer, batch))
 
     def backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
         """Part of the recorded step."""

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
 
 from espformer.lab.clock import Stopwatch, interleaved_seconds, seconds_per_call
-from espformer.lab.data import Task
+from espformer.lab.data import Batch, Task
 from espformer.lab.errors import RunError, UserError
 from espformer.lab.machine import device_name
 from espformer.lab.recipes.build import build_mechanism
@@ -181,9 +180,7 @@ def in_this_thread() -> contextlib.AbstractContextManager[None]:
     return torch.autograd.set_multithreading_enabled(False)
 
 
-def _training_step(
-    run: TrainingRun, task: Task, device: torch.device
-) -> Callable[[dict[str, Tensor]], None]:
+def _training_step(run: TrainingRun, task: Task, device: torch.device) -> Callable[[Batch], None]:
     """Make a function that does a whole training step on a batch, as the run does it."""
     eager = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, cuda_graph=False))
     learner = make_learner(eager, task).to(device)
@@ -194,15 +191,9 @@ def _training_step(
     optimizer = learner.configure_optimizers()["optimizer"]
     mixed = precision.endswith("-mixed")
 
-    def step(batch: dict[str, Tensor]) -> None:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(device.type, torch.bfloat16) if mixed else contextlib.nullcontext():
-            loss, _ = learner.measure("train", batch)
-        with in_this_thread():
-            loss.backward()
-        if run.optimizer.clip_norm is not None:
-            nn.utils.clip_grad_norm_(learner.model.parameters(), run.optimizer.clip_norm)
-        optimizer.step()
+    def step(batch: Batch) -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=mixed), in_this_thread():
+            cuda_graphs.train_step(learner, optimizer, batch)
 
     if not run.trainer.cuda_graph:
         return step
@@ -211,7 +202,7 @@ def _training_step(
     return cuda_graphs.StepGraphs(step, recorder, rates, run.data.batch_size)
 
 
-def _batch(task: Task, rows: Any, device: torch.device) -> dict[str, Tensor]:
+def _batch(task: Task, rows: Any, device: torch.device) -> Batch:
     examples: Any = task.train
     return {name: value.to(device) for name, value in examples.batch(rows).items()}
 
