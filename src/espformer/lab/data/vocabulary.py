@@ -133,15 +133,11 @@ class Ragged:
         return self.tokens[int(start) : int(end)]
 
     def padded(self, rows: Tensor, width: int) -> Tensor:
-        """(rows, width), int64 on the device of the tokens: sequences cut or filled with 0."""
-        rows = rows.cpu()
-        start, length = self.starts[rows], self.lengths[rows]
+        """(rows, width), int64: sequences cut or filled with 0."""
         column = torch.arange(width)
-        index = (start[:, None] + column).clamp(max=max(0, len(self.tokens) - 1))
-        inside = column < length[:, None]
-        device = self.tokens.device
-        values = self.tokens[index.to(device, non_blocking=True)].long()
-        return values.masked_fill(~inside.to(device, non_blocking=True), Vocabulary.padding)
+        index = (self.starts[rows][:, None] + column).clamp(max=max(0, len(self.tokens) - 1))
+        outside = column >= self.lengths[rows][:, None]
+        return self.tokens[index].long().masked_fill(outside, Vocabulary.padding)
 
 
 def encode(vocabulary: Vocabulary, texts: Sequence[str], limit: int) -> Ragged:

@@ -172,7 +172,7 @@ class TaskData(LightningDataModule):
         rank, world = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
         batches = SeededBatches(len(split), seed=self.run.seed, rank=rank, world=world, **options)
         device = None if trainer is None else trainer.strategy.root_device
-        return make_loader(split, batches, self.task.collate, self.run.data.workers, device)
+        return make_loader(split, batches, self.run.data.workers, device)
 
 
 def _lengths(split: Any) -> Sequence[Sequence[int]]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from espformer.integrations import convert
 from espformer.lab.clock import Stopwatch
@@ -258,15 +259,9 @@ def _read(
         texts = [text.replace("<br />", " ") for text in texts]
     labels = read_labels(table["label"], len(names), paths)
     ids = tokenizer(texts, truncation=True, max_length=run.max_length)["input_ids"]
-    return TensorSet(*_padded(ids, labels, tokenizer.pad_token_id or 0))
-
-
-def _padded(ids: list[list[int]], labels: Tensor, padding: int) -> tuple[Tensor, Tensor, Tensor]:
-    lengths = torch.tensor([len(row) for row in ids])
-    inside = torch.arange(int(lengths.max())) < lengths[:, None]
-    padded = torch.full(inside.shape, padding, dtype=torch.int32)
-    padded[inside] = torch.tensor([token for row in ids for token in row], dtype=torch.int32)
-    return padded, labels, lengths
+    rows = [torch.tensor(row, dtype=torch.int32) for row in ids]
+    padded = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id or 0)
+    return TensorSet(padded, labels, torch.tensor([len(row) for row in ids]))
 
 
 def _some(data: TensorSet, count: int) -> TensorSet:
