@@ -20,7 +20,12 @@ from espformer.lab.recipes.yaml_schema import plain
 from espformer.lab.results.result_tables import in_order, markdown
 from espformer.lab.training.checkpoints import read_checkpoint
 from espformer.lab.training.experiments import Job
-from espformer.lab.training.run_directory import differences, read_curves, read_results
+from espformer.lab.training.run_directory import (
+    differences,
+    identity,
+    read_curves,
+    read_results,
+)
 
 Result = dict[str, Any]
 
@@ -250,10 +255,4 @@ def _is_saved(job: Job, there: dict[tuple[str, str, int], Result], path: Path) -
 
 def _outline(job: Job) -> Result:
     """Return what is known of a result before the run."""
-    run = job.run
-    return {
-        "setting": run.setting,
-        "mechanism": run.label,
-        "seed": run.seed,
-        "config": plain(run),
-    }
+    return {**identity(job.run), "config": plain(job.run)}
