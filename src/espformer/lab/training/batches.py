@@ -148,7 +148,7 @@ class SeededBatches(Sampler[list[int]]):
         return [*sizes, count]
 
 
-class ResumableLoader(DataLoader[Any]):
+class _Resumable:
     """A loader whose place is kept by the checkpoint's counters and by its batch sampler."""
 
     def state_dict(self) -> dict[str, int]:
@@ -159,7 +159,11 @@ class ResumableLoader(DataLoader[Any]):
         del state
 
 
-class TensorLoader:
+class ResumableLoader(_Resumable, DataLoader[Any]):
+    """A loader that makes each batch when it is its turn."""
+
+
+class TensorLoader(_Resumable):
     """A loader for a set of tensors: it selects the rows of a batch where the set lies.
 
     On a GPU this queues work and waits for nothing; the order of an epoch goes there in one piece.
@@ -182,13 +186,6 @@ class TensorLoader:
         # The iterator keeps the epoch in which it was requested, even if another starts before its
         # first batch.
         return (self.data.batch(rows, share) for rows, share in zip(batches, shares, strict=True))
-
-    def state_dict(self) -> dict[str, int]:
-        """As in :class:`ResumableLoader`."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        del state
 
 
 Loader = ResumableLoader | TensorLoader

@@ -48,11 +48,6 @@ def last_event(path: Path) -> Event:
         return {}
 
 
-def _first(totals: Any) -> float:
-    """Return the number of batches of the only loader, which Lightning has in a list."""
-    return totals[0] if isinstance(totals, list) else totals
-
-
 class ReportProgress(Callback):
     """Tells a listener, and the log of a run without a progress bar, of every epoch.
 
@@ -82,20 +77,19 @@ class ReportProgress(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
         batch_idx: int, dataloader_idx: int = 0,
     ) -> None:  # fmt: skip
-        total = trainer.num_val_batches
-        self._break_silence(trainer, "validation", batch_idx, _first(total))
+        self._break_silence(trainer, "validation", batch_idx, trainer.num_val_batches)
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
         batch_idx: int, dataloader_idx: int = 0,
     ) -> None:  # fmt: skip
-        total = trainer.num_test_batches
-        self._break_silence(trainer, "test", batch_idx, _first(total))
+        self._break_silence(trainer, "test", batch_idx, trainer.num_test_batches)
 
-    def _break_silence(self, trainer: Trainer, what: str, batch_idx: int, total: float) -> None:
-        """Print the progress of a long epoch from time to time."""
+    def _break_silence(self, trainer: Trainer, what: str, batch_idx: int, totals: Any) -> None:
+        """Print the progress of a long epoch from time to time; Lightning may list totals."""
         if self.lines and trainer.is_global_zero and self._silence.seconds > SILENCE_SECONDS:
             self._silence.restart()
+            total = totals[0] if isinstance(totals, list) else totals
             print(f"{what}, batch {batch_idx + 1}/{total}", flush=True)
 
     def report_epoch(self, trainer: Trainer) -> None:

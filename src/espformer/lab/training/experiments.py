@@ -30,6 +30,7 @@ from rich.progress import (
 
 from espformer.lab.errors import RunError
 from espformer.lab.files import tail
+from espformer.lab.machine import cores
 from espformer.lab.recipes.build import build_mechanism
 from espformer.lab.recipes.recipe import Recipe
 from espformer.lab.recipes.schema import Run, TimingRun, TrainingRun
@@ -356,9 +357,8 @@ def _environment(slot: int, at_once: int) -> dict[str, str]:
     cards = torch.cuda.device_count()
     if cards > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
         environment["CUDA_VISIBLE_DEVICES"] = str(slot % cards)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     # MKL asks its own variable first: what the user said to OpenMP holds for all.
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (cores or 1) // at_once)))
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // at_once)))
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         environment[name] = os.environ.get(name, threads)
     return environment

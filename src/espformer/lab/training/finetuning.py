@@ -33,6 +33,7 @@ from espformer.lab.clock import Stopwatch
 from espformer.lab.data import Task
 from espformer.lab.errors import ConfigError, RunError, nearest
 from espformer.lab.files import new_directory, write_atomically
+from espformer.lab.machine import pick_device
 from espformer.lab.recipes.build import build_mechanism
 from espformer.lab.recipes.recipe import Recipe
 from espformer.lab.recipes.schema import FinetuneRun, Grid
@@ -160,15 +161,10 @@ def fit_shared_head(run: FinetuneRun, output: Path) -> Path:
             )
         return path
     with new_directory(path.parent):
-        head = head_for(run, load_texts(run), _device())
+        head = head_for(run, load_texts(run), pick_device())
     write_atomically(path, save({name: x.contiguous() for name, x in head.items()}))
     write_atomically(note, json.dumps(said, indent=1) + "\n")
     return path
-
-
-def _device() -> torch.device:
-    """The device of the work that is done before Lightning has chosen one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def warm_up_and_decay(step: int, steps: int, warmup: float) -> float:
@@ -219,7 +215,7 @@ class FinetuneLearner(Classifier):
         if self.run.mechanism == Spec("softmax"):
             return {**told, "before": 0.0, "after": 0.0, "seconds": 0.0}
         model: Any = self.model
-        device = _device()
+        device = pick_device()
         model.encoder.to(device)
         batches = calibration_batches(task, self.run.data.batch_size, self.run.seed, device)
         print(f"calibrating on {CALIBRATION_TEXTS} training texts, {steps} steps", flush=True)

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from espformer.lab.clock import Stopwatch, interleaved_seconds, seconds_per_call
 from espformer.lab.data import Batch, Task
 from espformer.lab.errors import RunError, UserError
-from espformer.lab.machine import device_name
+from espformer.lab.machine import device_name, pick_device
 from espformer.lab.recipes.build import build_mechanism
 from espformer.lab.recipes.schema import Run, TimingRun, TrainingRun
 from espformer.lab.recipes.yaml_schema import Spec, plain
@@ -45,7 +45,7 @@ def time_mechanism(run: TimingRun) -> dict[str, Any]:
         raise RunError(
             "accelerator=gpu: there is no GPU here; accelerator=auto takes what there is"
         )
-    device = _device(run.accelerator)
+    device = pick_device(run.accelerator)
     layer = Attention(run.dim, run.heads, build_mechanism(run.mechanism))
     layer = layer.to(device, _DTYPES[run.precision])
     shape = (run.batch_size, run.tokens, run.dim)
@@ -74,11 +74,6 @@ def time_mechanism(run: TimingRun) -> dict[str, Any]:
         "device": device_name(device),
         "seconds": sum(times) / 1000,
     }
-
-
-def _device(accelerator: str) -> torch.device:
-    on_gpu = accelerator != "cpu" and torch.cuda.is_available()
-    return torch.device("cuda" if on_gpu else "cpu")
 
 
 class Throughput(Callback):
@@ -322,7 +317,7 @@ def _seconds_per_example(run: TrainingRun, task: Task) -> float | str:
 
     Of sentence pairs it is the time per token of a batch as the training has them.
     """
-    device = _device(run.trainer.accelerator)
+    device = pick_device(run.trainer.accelerator)
     eager = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, cuda_graph=False))
     train = _training_step(eager, task, device)
     examples: Any = task.train
