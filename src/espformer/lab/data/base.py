@@ -237,3 +237,10 @@ def check_fraction(name: str, option: str, value: float, *, whole: bool) -> None
         raise ValueError(f"load('{name}'): {option} must be in (0, 1], got {value}{percent}")
     if not whole and not 0 <= value < 1:
         raise ValueError(f"load('{name}'): {option} must be in [0, 1), got {value}")
+
+
+def check_sizes(name: str, **sizes: int) -> None:
+    """Refuse lengths and sizes that are not positive."""
+    for option, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"load('{name}'): {option} must be at least 1, got {size}")

@@ -3,19 +3,12 @@
 import torch
 from torch import Tensor
 
-from espformer.lab.data.base import Task, TensorSet, hold_out
+from espformer.lab.data.base import Task, TensorSet, check_sizes, hold_out
 from espformer.lab.data.files import Files
 from espformer.lab.data.vocabulary import Vocabulary, encode
 
 Texts = tuple[list[str], Tensor]
 """The texts of a split and their labels, (examples,)."""
-
-
-def check_sizes(name: str, **sizes: int) -> None:
-    """Refuse lengths and sizes that are not positive."""
-    for option, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"load('{name}'): {option} must be at least 1, got {size}")
 
 
 def text_task(

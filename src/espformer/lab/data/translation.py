@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from espformer.lab.data.base import Batch, Indices, Task
+from espformer.lab.data.base import Batch, Indices, Task, check_sizes
 from espformer.lab.data.files import DataError, Files
 from espformer.lab.data.reading import read_table, read_texts
-from espformer.lab.data.text import check_sizes
 from espformer.lab.data.vocabulary import Ragged, Vocabulary, encode
 
 SOURCE, TARGET = "de", "en"
