@@ -36,7 +36,7 @@ def patch_size(path: Path) -> Any:
     scores = [
         Score(name_of(run["mechanism"]), run["setting"], run["scores"]["test"]) for run in runs
     ]
-    ours = [name for name in dict.fromkeys(s.series for s in scores) if name not in _PAPER]
+    ours = [name for name in dict.fromkeys(score.series for score in scores) if name not in _PAPER]
     panels = {
         "Attentions of the paper": _PAPER,
         "Variants of ESP, at another scale": (*_BOTH, *ours),

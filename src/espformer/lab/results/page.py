@@ -32,6 +32,8 @@ from espformer.lab.results.result_files import Results, read_file
 from espformer.lab.results.result_tables import ATTENTION, in_order, markdown, trained_otherwise
 
 Result = dict[str, Any]
+Rows = dict[str, list[list[str]]]
+"""Rows of a table by the claim that they are about."""
 
 _INTRODUCTION = """\
 # Results
@@ -136,7 +138,7 @@ def first_page(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
         every: experiments and their runs; those of the paper that are missing count as not run.
     """
     # Rows by claim, and outcomes: of the paper's claims, and of those about our defaults.
-    rows: dict[bool, dict[str, list[list[str]]]] = {n: defaultdict(list) for n in (True, False)}
+    rows: dict[bool, Rows] = {True: defaultdict(list), False: defaultdict(list)}
     outcomes: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     single: Counter[bool] = Counter()  # of them, those with one pair of runs
     few: list[bool] = []  # of those that held, whether with two or three pairs
@@ -201,10 +203,15 @@ def _other_data(
     for recipe, claims in ((load_recipe(name), claims) for name, claims in waiting.items()):
         other = there.get(TABLES[recipe.paper or ""].instead or "")
         if other is not None:
-            found = {(c.says, c.row, c.other, c.margin): (c, got) for c, got in compared(*other)}
-            keys = [(c.says, c.row, c.other, c.margin) for c in claims]
-            tested += [(recipe, other[0], *found[key]) for key in keys if key in found]
+            found = {_statement(claim): (claim, outcome) for claim, outcome in compared(*other)}
+            same = [found[key] for key in map(_statement, claims) if key in found]
+            tested += [(recipe, other[0], *pair) for pair in same]
     return tested
+
+
+def _statement(claim: Claim) -> tuple[Any, ...]:
+    """Return what a claim says, whoever says it, and about whichever data."""
+    return claim.says, claim.row, claim.other, claim.margin
 
 
 def _elsewhere(others: list[Outcome]) -> str:
@@ -245,12 +252,12 @@ def _wrapped(text: str) -> list[str]:
     return [*textwrap.wrap(text, 100, break_on_hyphens=False), ""]
 
 
-def _once(rows: dict[str, list[list[str]]]) -> list[list[str]]:
+def _once(rows: Rows) -> list[list[str]]:
     """Rows of a table in which each claim is written in the first of its rows."""
     return [
-        ["" if n else claim, *cells]
+        ["" if place else claim, *cells]
         for claim, several in rows.items()
-        for n, cells in enumerate(several)
+        for place, cells in enumerate(several)
     ]
 
 
@@ -280,7 +287,11 @@ def _scores(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
                 there = TABLES[recipe.paper or ""].numbers.get((setting, label, "test"), Number())
                 said = _middle(there)
                 cells.append(here if said is None else f"{here} ({said:.2f})")
-            others = {n: mean for n, mean in means.items() if "esp" in n and n not in _COLUMNS}
+            others = {
+                label: mean
+                for label, mean in means.items()
+                if "esp" in label and label not in _COLUMNS
+            }
             best = max(others, key=others.__getitem__, default=None)
             most = max(most, len(others))
             cells.append("–" if best is None else f"{others[best]:.2f}: {name_of(best)}")

@@ -51,7 +51,8 @@ class Results:
         first: dict[tuple[str, str], Result] = {}
         for run in self.runs:
             one = first.setdefault((run["setting"], run["mechanism"]), run)
-            changed = differences(*({**r["config"], "seed": None} for r in (run, one)))
+            asked, there = ({**each["config"], "seed": None} for each in (run, one))
+            changed = differences(asked, there)
             if changed:
                 raise RunError(
                     f"results of {self.experiment}: {run['mechanism']} in {run['setting']} was run "

@@ -154,4 +154,4 @@ class Checkpoints(Checkpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best, self.best_epoch = state_dict["best"], state_dict["best_epoch"]
-        self.seconds_before = state_dict.get("seconds")  # older checkpoints do not tell
+        self.seconds_before = state_dict.get("seconds")  # some checkpoints do not tell

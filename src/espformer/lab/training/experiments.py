@@ -108,7 +108,11 @@ def plan(
     for run in recipe.runs(seeds, overrides, only):
         needs = []
         if isinstance(run, TrainingRun) and run.start is not None and run.start.recipe is not None:
-            shared = [t for t in overrides if t.startswith(_SHARED) and not t.startswith(_APART)]
+            shared = [
+                text
+                for text in overrides
+                if text.startswith(_SHARED) and not text.startswith(_APART)
+            ]
             shared += run.start.overrides or []
             before = start_run(run, shared)
             job = _job(before, str(run.start.recipe), output, shared)
