@@ -416,10 +416,9 @@ def test_a_head_that_cannot_be_fitted_leaves_no_directory(encoder, texts, tmp_pa
 
 
 def test_long_work_says_how_far_it_is(encoder, texts, tmp_path, monkeypatch, capsys):
-    from espformer.lab.training import events, pretrained
+    from espformer.lab.training import events
 
-    for module in (events, pretrained, finetuning):
-        monkeypatch.setattr(module, "SILENCE_SECONDS", -1.0)
+    monkeypatch.setattr(events, "SILENCE_SECONDS", -1.0)
     do(experiment(encoder, texts, "esp", epochs=1, calibration_steps=2), "esp", tmp_path)
     said = capsys.readouterr().out
     expected = ("features of ", "calibration, step 2/2, loss ", "epoch 1/1, batch 1/")

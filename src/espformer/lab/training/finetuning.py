@@ -17,7 +17,7 @@ A logistic regression is convex: it has one solution, no seed, and leaves the en
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from espformer.integrations import calibrate
-from espformer.lab.clock import Stopwatch
 from espformer.lab.data import Task
 from espformer.lab.errors import ConfigError, RunError, nearest
 from espformer.lab.files import new_directory, write_atomically
@@ -39,7 +38,7 @@ from espformer.lab.recipes.recipe import Recipe
 from espformer.lab.recipes.schema import FinetuneRun, Grid
 from espformer.lab.recipes.yaml_schema import Origins, Spec, parse, read_text
 from espformer.lab.training.annealing import AnnealByStep
-from espformer.lab.training.events import SILENCE_SECONDS
+from espformer.lab.training.events import Lines
 from espformer.lab.training.learner import MARK, Classifier
 from espformer.lab.training.pretrained import (
     head_for,
@@ -219,8 +218,13 @@ class FinetuneLearner(Classifier):
         model.encoder.to(device)
         batches = calibration_batches(task, self.run.data.batch_size, self.run.seed, device)
         print(f"calibrating on {CALIBRATION_TEXTS} training texts, {steps} steps", flush=True)
+        lines = Lines()
+
+        def progress(step: int, steps: int, loss: float) -> None:
+            lines.break_silence(f"calibration, step {step}/{steps}, loss {loss:.4f}")
+
         found = calibrate(
-            model.encoder, batches, steps=steps, seed=self.run.seed, progress=_say_sometimes()
+            model.encoder, batches, steps=steps, seed=self.run.seed, progress=progress
         )
         model.encoder.cpu()
         print(found, flush=True)
@@ -287,15 +291,3 @@ def calibration_batches(
         ids, mask = batch["inputs"].to(device), batch["mask"].to(device)
         batches.append({"input_ids": ids, "attention_mask": mask.long()})
     return batches
-
-
-def _say_sometimes() -> Callable[[int, int, float], None]:
-    """Return what prints the loss of a calibration now and then."""
-    watch = Stopwatch()
-
-    def say(step: int, steps: int, loss: float) -> None:
-        if watch.seconds > SILENCE_SECONDS:
-            watch.restart()
-            print(f"calibration, step {step}/{steps}, loss {loss:.4f}", flush=True)
-
-    return say
