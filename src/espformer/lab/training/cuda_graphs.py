@@ -14,7 +14,7 @@ the same too.
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,19 +28,6 @@ from espformer.lab.training.learner import Classifier, Learner
 WARM_UP = 2
 
 
-class Recorder(Protocol):
-    """Records what a function does on the device."""
-
-    def run(self, function: Callable[[], None]) -> None:
-        """Call the function, under the conditions of a recording."""
-
-    def record(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Record the function without executing it, and return a function that replays it."""
-
-    def forget(self) -> None:
-        """Drop what was recorded: it will not be replayed any more."""
-
-
 class CudaRecorder:
     """Recording by CUDA graphs, which share their memory: one replays at a time."""
 
@@ -49,6 +36,7 @@ class CudaRecorder:
         self.pool = torch.cuda.graph_pool_handle()
 
     def run(self, function: Callable[[], None]) -> None:
+        """Call the function, under the conditions of a recording."""
         here = torch.cuda.current_stream()
         self.stream.wait_stream(here)
         with torch.cuda.stream(self.stream):
@@ -56,6 +44,7 @@ class CudaRecorder:
         here.wait_stream(self.stream)
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Record the function without executing it, and return a function that replays it."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
@@ -69,11 +58,12 @@ class CudaRecorder:
         return replay
 
     def forget(self) -> None:
+        """Drop what was recorded: it will not be replayed any more."""
         # The memory of a pool is given back with its last graph, and the pool with it.
         self.pool = torch.cuda.graph_pool_handle()
 
 
-def make_recorder(device: torch.device) -> Recorder:
+def make_recorder(device: torch.device) -> CudaRecorder:
     """Return the recorder of a device."""
     return CudaRecorder(device)
 
@@ -153,7 +143,7 @@ class StepGraphs:
     """
 
     def __init__(
-        self, step: Callable[[Batch], None], recorder: Recorder, rates: Rates, batch_size: int
+        self, step: Callable[[Batch], None], recorder: CudaRecorder, rates: Rates, batch_size: int
     ) -> None:
         self.step, self.recorder, self.rates = step, recorder, rates
         self.batch_size = batch_size
