@@ -90,10 +90,6 @@ class Vocabulary:
         text: str = self._processor.decode(kept)
         return text
 
-    def tokens(self, ids: Sequence[int]) -> list[str]:
-        """Return the pieces behind token ids, for attention maps and the curious."""
-        return [self._processor.id_to_piece(int(token)) for token in ids]
-
 
 @dataclass(frozen=True)
 class Ragged:
@@ -127,10 +123,6 @@ class Ragged:
     def lengths(self) -> Tensor:
         """(sequences,), int64."""
         return self.starts.diff()
-
-    def __getitem__(self, index: int) -> Tensor:
-        start, end = self.starts[index], self.starts[index + 1]
-        return self.tokens[int(start) : int(end)]
 
     def padded(self, rows: Tensor, width: int) -> Tensor:
         """(rows, width), int64: sequences cut or filled with 0."""

@@ -172,9 +172,6 @@ def _open(identifier: str, summary: str, width: float, height: float, kind: str)
 def _number(value: float) -> str:
     if value and (abs(value) < 1e-2 or abs(value) >= 1e5):
         mantissa, _, power = f"{value:.0e}".partition("e")
-        return f"{'' if mantissa == '1' else mantissa + '·'}10{_superscript(int(power))}"
+        raised = str(int(power)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+        return f"{'' if mantissa == '1' else mantissa + '·'}10{raised}"
     return f"{value:,.6g}"
-
-
-def _superscript(power: int) -> str:
-    return str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))

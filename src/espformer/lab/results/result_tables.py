@@ -5,7 +5,7 @@ conditions.
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from espformer.lab.clock import in_words
@@ -267,9 +267,9 @@ def _machine(result: Result) -> tuple[str, ...]:
 def _count(results: list[Result], settings: bool = False) -> str:
     """Say how many runs, of which settings if there are several, with which seeds."""
     runs = f"{len(results)} run{'' if len(results) == 1 else 's'}"
-    which = [_some(dict.fromkeys(result["setting"] for result in results))] if settings else []
+    which = [", ".join(dict.fromkeys(result["setting"] for result in results))] if settings else []
     seeds = sorted({result["seed"] for result in results})
-    seed = f"seed{'' if len(seeds) == 1 else 's'} {_some(map(str, seeds))}"
+    seed = f"seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))}"
     return ", ".join([runs, *which, seed])
 
 
@@ -296,10 +296,10 @@ def _differences(recipe: Recipe, table: Table, results: list[Result]) -> list[st
     )
     left = [name for name in recipe.grid.settings if name not in settings]
     if left:
-        lines.append(f"settings not run: {_some(left)}")
+        lines.append(f"settings not run: {', '.join(left)}")
     left = [name_of(label) for label in recipe.mechanisms if label not in labels]
     if left:
-        lines.append(f"mechanisms not run: {_some(left)}")
+        lines.append(f"mechanisms not run: {', '.join(left)}")
     if len(seeds) != len(recipe.grid.seeds):
         lines.append(f"seeds: {len(seeds)} instead of {len(recipe.grid.seeds)}")
     facts = [fact for run in results for fact in run.get("data", {}).get("differences", [])]
@@ -337,7 +337,11 @@ def _changed(recipe: Recipe, table: Table, results: list[Result]) -> list[list[s
                 if key not in _NO_MATTER:
                     changed[f"`{key}`", there][_value(here)].append(result)
     return [
-        [key, _some(f"{here}{_only_of(runs, results)}" for here, runs in values.items()), wanted]
+        [
+            key,
+            ", ".join(f"{here}{_only_of(runs, results)}" for here, runs in values.items()),
+            wanted,
+        ]
         for (key, wanted), values in changed.items()
     ]
 
@@ -382,13 +386,9 @@ def _only_of(some: list[Result], results: list[Result]) -> str:
         rest = [name for name in every if name not in here]
         if rest:
             short = len(rest) == 1 and len(here) > 1
-            text = f"all but {shown(rest[0])}" if short else _some(map(shown, here))
+            text = f"all but {shown(rest[0])}" if short else ", ".join(map(shown, here))
             names.append((here, text, field))
     for here, text, field in names:  # one of the two may say it all
         if len(some) == sum(result[field] in here for result in results):
             return f" ({text})"
     return f" ({'; '.join(text for _, text, _ in names)})" if names else ""
-
-
-def _some(names: Iterable[str]) -> str:
-    return ", ".join(names)

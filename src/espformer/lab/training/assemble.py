@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 from espformer.lab import data
@@ -131,14 +131,6 @@ class TaskData(LightningDataModule):
     ) -> None:
         super().__init__()
         self.run, self.task, self.resume, self.least = run, task, resume, least
-
-    def transfer_batch_to_device(
-        self, batch: Any, device: torch.device, dataloader_idx: int
-    ) -> dict[str, Tensor]:
-        return {
-            name: value if value.device == device else value.to(device, non_blocking=True)
-            for name, value in batch.items()
-        }
 
     def train_dataloader(self) -> Loader:
         data = self.run.data

@@ -134,14 +134,14 @@ def is_first_process() -> bool:
 def read_curves(directory: Path) -> dict[str, dict[int, float]]:
     """Logged numbers of a run by name and epoch; of repeated epochs the last attempt counts."""
     curves: dict[str, dict[int, float]] = defaultdict(dict)
-    for path in sorted((directory / "logs").glob("attempt-*/metrics.csv"), key=_attempt):
+    files = {
+        int(path.parent.name.rpartition("-")[2]): path
+        for path in (directory / "logs").glob("attempt-*/metrics.csv")
+    }
+    for _, path in sorted(files.items()):
         with open(path, newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 for name, text in row.items():
                     if name not in ("epoch", "step") and text and row.get("epoch"):
                         curves[name][int(float(row["epoch"]))] = float(text)
     return dict(curves)
-
-
-def _attempt(path: Path) -> int:
-    return int(path.parent.name.rpartition("-")[2])
