@@ -47,8 +47,7 @@ from espformer.lab.training.pretrained import (
     weights_info,
 )
 
-TASKS = ("tweeteval", "imdb")
-# Tokens kept of a text: no tweet is longer, and two of three reviews are shorter.
+# Tasks, and the tokens kept of a text: no tweet is longer, and two of three reviews are shorter.
 MAX_LENGTH = {"tweeteval": 128, "imdb": 256}
 # Enough that a calibration does not learn them by heart in some hundred steps.
 CALIBRATION_TEXTS = 1024
@@ -91,8 +90,8 @@ def make_experiment(
     calibration_steps: int | None = None,
 ) -> Recipe:
     """Every attention with every learning rate and every seed, equal in all else, as a recipe."""
-    if task not in TASKS:
-        raise ConfigError(f"--task {task}: {nearest(task, TASKS)}")
+    if task not in MAX_LENGTH:
+        raise ConfigError(f"--task {task}: {nearest(task, MAX_LENGTH)}")
     name = Path(model.rstrip("/")).name
     calibrated = calibration_steps is not None
     experiment = Recipe(
