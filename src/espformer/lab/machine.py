@@ -24,11 +24,6 @@ def remember_command(arguments: Sequence[str]) -> None:
     os.environ.setdefault(_COMMAND, shlex.join(["espformer", *arguments]))
 
 
-def command() -> str | None:
-    """Return what the user typed; None where Python called without a command."""
-    return os.environ.get(_COMMAND)
-
-
 def revision() -> str | None:
     """Return the commit of the checkout that this package runs from, `+` if files differ from it.
 
@@ -55,7 +50,7 @@ def _git(directory: Path, *arguments: str) -> str:
 def run_conditions() -> dict[str, Any]:
     """Return the command and the versions behind the result of a run."""
     return {
-        "command": command(),
+        "command": os.environ.get(_COMMAND),  # None where Python called without one
         "versions": {
             "espformer": espformer.__version__,
             "revision": revision(),

@@ -111,14 +111,14 @@ def finetune(
     from espformer.lab.errors import ConfigError
     from espformer.lab.results.result_files import write_report
     from espformer.lab.training import processes
-    from espformer.lab.training.experiments import Job
+    from espformer.lab.training.experiments import make_job
     from espformer.lab.training.finetuning import (
         fit_shared_head,
         head_file,
         make_experiment,
         read_attentions,
     )
-    from espformer.lab.training.run_directory import check_same, run_directory
+    from espformer.lab.training.run_directory import run_directory
     from espformer.lab.training.trainer import execute
 
     attentions = read_attentions(attention or ["softmax", "sinkhorn", "esp"])
@@ -167,9 +167,9 @@ def finetune(
         shared += [] if value is None else [option, str(value)]
     given = {text.partition("=")[0]: text for text in attention or attentions}
     work = [
-        Job(
+        make_job(
             run,
-            run_directory(output, run),
+            output,
             [
                 *("finetune", *shared),
                 *("--attention", given[run.label], "--seeds", str(run.seed)),
@@ -178,6 +178,4 @@ def finetune(
         )
         for run in runs
     ]
-    for job in work:
-        check_same(job.run, job.directory)
     do_and_report(experiment, work, jobs, output, save, processes.by_command)

@@ -151,9 +151,10 @@ def _train(
             (directory / "anneal").rename(directory / f"anneal-before-{former}")
     task = load_task(run)
     learner = make_learner(run, task)
-    learner.begin(output or directory.parents[3], task, fresh=position is None)
+    output = output or directory.parents[3]
+    learner.begin(output, task, fresh=position is None)
     if position is None and run.start is not None:
-        _begin_with(run, learner, directory, output)
+        _begin_with(run, learner, output)
     trainer = make_trainer(
         run, directory, progress=progress, callbacks=learner.callbacks(), tell=tell
     )
@@ -380,14 +381,14 @@ def _position(last: Path, run: TrainingRun) -> tuple[int, int]:
     return said["position"]["epoch"], said["position"]["batch"]
 
 
-def _begin_with(run: TrainingRun, learner: Learner, directory: Path, output: Path | None) -> None:
+def _begin_with(run: TrainingRun, learner: Learner, output: Path) -> None:
     """Fill the model with the weights that the run starts from."""
     assert run.start is not None
     if run.start.checkpoint is not None:
         path = Path(run.start.checkpoint)
     else:
         before = start_run(run)
-        path = run_directory(output or directory.parents[3], before) / "last.ckpt"
+        path = run_directory(output, before) / "last.ckpt"
         if read_results(path.parent) is None:
             raise RunError(
                 f"this run starts from another one that is not finished: {path.parent}. Do it "
