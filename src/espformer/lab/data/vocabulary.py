@@ -124,6 +124,9 @@ class Ragged:
         """(sequences,), int64."""
         return self.starts.diff()
 
+    def __getitem__(self, index: int) -> Tensor:
+        return self.tokens[int(self.starts[index]) : int(self.starts[index + 1])]
+
     def padded(self, rows: Tensor, width: int) -> Tensor:
         """(rows, width), int64: sequences cut or filled with 0."""
         column = torch.arange(width)
