@@ -228,7 +228,6 @@ class GraphedClassifier(Classifier):
 
     def on_train_epoch_start(self) -> None:
         # After the callbacks, which may have changed the temperature.
-        super().on_train_epoch_start()
         self._graphs.look_at(settings(self.model))
 
     def on_train_end(self) -> None:

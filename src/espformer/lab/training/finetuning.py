@@ -252,7 +252,6 @@ class FinetuneLearner(Classifier):
         return {"scheduler": factor, "interval": "step"}
 
     def on_test_epoch_start(self) -> None:
-        super().on_test_epoch_start()
         self.confusion = None
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
