@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from espformer.lab.data import Batch
 from espformer.lab.errors import RunError, first_line
 from espformer.lab.recipes.schema import TrainingRun
-from espformer.lab.training.learner import Classifier, Learner
+from espformer.lab.training.learner import Classifier
 
 # Steps of each shape before it is recorded: kernels compile, workspaces and states are made.
 WARM_UP = 2
@@ -191,20 +191,6 @@ class StepGraphs:
         return inputs, self.recorder.record(step)
 
 
-def train_step(learner: Learner, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
-    """Do a whole training step without Lightning, and return its loss; autocast is the caller's."""
-    optimizer.zero_grad(set_to_none=True)
-    loss, _ = learner.measure("train", batch)
-    with torch.autocast(learner.device.type, enabled=False):
-        loss.backward()
-        if learner.run.optimizer.clip_norm is not None:
-            # In Lightning's order: a norm is a sum, which is rounded in some order.
-            every = [weight for group in optimizer.param_groups for weight in group["params"]]
-            nn.utils.clip_grad_norm_(every, learner.run.optimizer.clip_norm)
-        optimizer.step()
-    return loss.detach()
-
-
 class GraphedClassifier(Classifier):
     """A classifier whose training step, from augmentation to optimiser, is one CUDA graph.
 
@@ -239,7 +225,7 @@ class GraphedClassifier(Classifier):
         return self._loss
 
     def _step(self, batch: Batch) -> None:
-        self._loss.copy_(train_step(self, self._optimizer, batch))
+        self._loss.copy_(self.take_step(self._optimizer, batch))
 
     def backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
         """Part of the recorded step."""

@@ -234,6 +234,19 @@ class Learner(LightningModule):
         total = self.trainer.strategy.reduce(local.clone(), reduce_op="sum")
         return loss * (world * local / total)
 
+    def take_step(self, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
+        """Do a whole training step without Lightning, under the caller's autocast."""
+        optimizer.zero_grad(set_to_none=True)
+        loss, _ = self.measure("train", batch)
+        with torch.autocast(self.device.type, enabled=False):
+            loss.backward()
+            if self.run.optimizer.clip_norm is not None:
+                # In Lightning's order: a norm is a sum, which is rounded in some order.
+                every = [weight for group in optimizer.param_groups for weight in group["params"]]
+                nn.utils.clip_grad_norm_(every, self.run.optimizer.clip_norm)
+            optimizer.step()
+        return loss.detach()
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         epoch, batch = self.position
         checkpoint[MARK] = {

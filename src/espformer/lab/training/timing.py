@@ -188,7 +188,7 @@ def _training_step(run: TrainingRun, task: Task, device: torch.device) -> Callab
 
     def step(batch: Batch) -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=mixed), in_this_thread():
-            cuda_graphs.train_step(learner, optimizer, batch)
+            learner.take_step(optimizer, batch)
 
     if not run.trainer.cuda_graph:
         return step
