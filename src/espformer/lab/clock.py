@@ -117,9 +117,9 @@ def as_graph(call: Call) -> Call:
     return replay
 
 
-def graph_milliseconds(call: Call, repeats: int = 20) -> float:
+def graph_milliseconds(call: Call) -> float:
     """Return the median of replays of the call, see :func:`as_graph`."""
-    return _event_milliseconds(as_graph(call), repeats)
+    return _event_milliseconds(as_graph(call), 20)
 
 
 def _event_milliseconds(call: Call, repeats: int) -> float:

@@ -29,3 +29,8 @@ def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or its type where it says nothing."""
     lines = str(error).strip().splitlines()
     return lines[0][:160] if lines else type(error).__name__
+
+
+def in_one_line(error: Exception) -> str:
+    """Return an error's message without its line breaks, cut where it is long."""
+    return " ".join(str(error).split())[:300]

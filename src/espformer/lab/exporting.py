@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from espformer.integrations.onnx import export_onnx, export_program, onnx_difference
 from espformer.lab.data import Task
-from espformer.lab.errors import RunError, first_line
+from espformer.lab.errors import RunError, first_line, in_one_line
 from espformer.lab.training.checkpoints import checkpoint_file, read_checkpoint
 from espformer.lab.training.learner import MARK
 from espformer.nn import ESP, harden, soften
@@ -235,7 +235,7 @@ def _load(kind: Any, path: Path, *, converted: bool) -> nn.Module:
             return load_pretrained(kind, str(path), dtype=torch.float32, **options)
         return load(**options)[0]
     except (OSError, ValueError, TypeError) as error:
-        raise RunError(f"{path}: {' '.join(str(error).split())[:300]}") from None
+        raise RunError(f"{path}: {in_one_line(error)}") from None
 
 
 def export_model(

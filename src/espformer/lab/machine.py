@@ -24,11 +24,6 @@ def remember_command(arguments: Sequence[str]) -> None:
     os.environ.setdefault(_COMMAND, shlex.join(["espformer", *arguments]))
 
 
-def command() -> str | None:
-    """Return what the user typed; None where Python called without a command."""
-    return os.environ.get(_COMMAND)
-
-
 def revision() -> str | None:
     """Return the commit of the checkout that this package runs from, `+` if files differ from it.
 
@@ -55,7 +50,7 @@ def _git(directory: Path, *arguments: str) -> str:
 def run_conditions() -> dict[str, Any]:
     """Return the command and the versions behind the result of a run."""
     return {
-        "command": command(),
+        "command": os.environ.get(_COMMAND),  # None where Python called without one
         "versions": {
             "espformer": espformer.__version__,
             "revision": revision(),
@@ -76,9 +71,8 @@ def machine(command: Sequence[str], device: torch.device) -> dict[str, str]:
         "python": platform.python_version(),
     }
     if device.type != "cuda":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return stated | {
-            "cpu": f"{processor()}, {cores} cores",
+            "cpu": f"{processor()}, {cores()} cores",
             "threads": str(torch.get_num_threads()),
         }
     properties = torch.cuda.get_device_properties(device)
@@ -91,6 +85,17 @@ def machine(command: Sequence[str], device: torch.device) -> dict[str, str]:
         "gpu": f"{properties.name}, {properties.total_memory / 1e9:.0f} GB",
         "cuda": str(torch.version.cuda),
     }
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def pick_device(accelerator: str = "auto") -> torch.device:
+    """Return the device that Lightning will choose for an accelerator: auto, gpu or cpu."""
+    on_gpu = accelerator != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda" if on_gpu else "cpu")
 
 
 def device_name(device: torch.device) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 import espformer.lab.data
-from espformer.lab.data import Task, TensorSet, available, collate, load
+from espformer.lab.data import Task, TensorSet, available, load
 from espformer.lab.data.base import digest, hold_out, stratified
 from tests.processes import run_beside_torch
 
@@ -19,6 +19,11 @@ def texts(lengths, width):
     inside = torch.arange(width) < lengths[:, None]
     rows = torch.arange(1, len(lengths) + 1, dtype=torch.int32)[:, None]
     return TensorSet(torch.where(inside, rows, 0), torch.arange(len(lengths)) % 3, lengths)
+
+
+def as_it_is(batch):
+    """A data set gives whole batches."""
+    return batch
 
 
 def test_batches_of_texts_are_cut_to_the_longest_and_masked():
@@ -47,23 +52,14 @@ def test_images_keep_their_bytes():
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loader_gives_each_example_once(workers):
     data = texts([3, 9, 20, 1, 5], width=24)
-    loader = DataLoader(data, batch_size=2, shuffle=True, collate_fn=collate, num_workers=workers)
+    loader = DataLoader(data, batch_size=2, shuffle=True, collate_fn=as_it_is, num_workers=workers)
     seen = [int(row[0]) for batch in loader for row in batch["inputs"]]
     assert sorted(seen) == [1, 2, 3, 4, 5]
 
 
-def test_single_examples_collate_to_what_a_batch_is():
-    data = texts([3, 9, 20, 1], width=21)
-    one_by_one = collate([data[1], data[2]])
-    whole = data.batch([1, 2])
-    assert one_by_one.keys() == whole.keys()
-    for key, value in whole.items():
-        assert torch.equal(one_by_one[key], value)
-
-
 def test_subset_of_torch_works():
     data = texts([3, 9, 20, 1], width=21)
-    batch = next(iter(DataLoader(Subset(data, [2, 3]), batch_size=2, collate_fn=collate)))
+    batch = next(iter(DataLoader(Subset(data, [2, 3]), batch_size=2, collate_fn=as_it_is)))
     assert batch["inputs"][:, 0].tolist() == [3, 4]
 
 
@@ -117,18 +113,16 @@ def test_task_prepares_inputs():
 
 @pytest.mark.parametrize("name", available())
 def test_every_task(name, tiny):
-    """What all tasks promise: batches, dtypes, labels in range, splits on a device, JSON."""
+    """What all tasks promise: batches, dtypes, labels in range, JSON."""
     task = load(name, data_dir=None if name == "digits" else tiny)
     assert task.name == name
     json.dumps(task.info)
     for key in ("source", "sizes", "sha256", "licence", "differences", "checked_against"):
         assert key in task.info
     assert task.info["sizes"] == {split: len(data) for split, data in task.splits.items()}
-    on_device = task.to("cpu")
     for split, data in task.splits.items():
-        loader = DataLoader(data, batch_size=8, collate_fn=task.collate)
-        batch = next(iter(loader))
-        again = on_device.splits[split].batch(range(8))
+        batch = next(iter(DataLoader(data, batch_size=8, collate_fn=as_it_is)))
+        again = data.batch(range(8))
         assert all(torch.equal(again[key], value) for key, value in batch.items())
         if task.classes is None:
             continue

@@ -33,7 +33,7 @@ def test_importing_espformer_does_not_import_matplotlib():
 
 
 def test_sum_errors_of_a_known_matrix():
-    from espformer.lab.plots import sum_errors
+    from espformer.lab.plots.clouds import sum_errors
 
     assert sum_errors(torch.tensor([[0.5, 0.5], [1.0, 0.25]])) == (0.25, 0.5)
 

@@ -65,7 +65,7 @@ def test_matrices_are_those_of_the_forward(runs):
 def test_frames_change_the_temperature_and_put_it_back(runs):
     run = runs["espformer-learnt"]
     before = run.temperatures, run.matrices(run.example(0))[0]
-    frames = run.frames(run.example(0), [1.0, 1e-3], layer=-1)
+    frames = run.frames(run.example(0), [1.0, 1e-3])
     assert [frame.temperature for frame in frames] == [1.0, 1e-3, None]
     spread = [float(frame.matrices.max()) for frame in frames]
     assert spread[0] < spread[1] < spread[2], "sharper and sharper"

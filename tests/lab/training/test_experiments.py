@@ -265,7 +265,7 @@ def test_data_are_prepared_once(recipe, tiny, tmp_path, monkeypatch):
     made = plan(recipe, str(tiny), tmp_path / "out", seeds=[0, 1])
     asked = []
     monkeypatch.setattr(experiments, "load_task", lambda run: asked.append(run.seed))
-    experiments._prepare_data(made, QUIET)
+    experiments._prepare_data([job.run for job in made], QUIET)
     assert len(made) == 12
     assert asked == [0, 1]
 
@@ -274,7 +274,7 @@ def test_missing_data_are_told_before_anything_starts(recipe, tiny, tmp_path):
     overrides = ["data.set=mnist", f"data.directory={tmp_path}"]
     made = plan(recipe, str(tiny), tmp_path / "out", overrides=overrides)
     with pytest.raises(RunError, match="mnist"):
-        experiments._prepare_data(made, QUIET)
+        experiments._prepare_data([job.run for job in made], QUIET)
     assert not (tmp_path / "out").exists()
 
 

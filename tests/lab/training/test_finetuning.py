@@ -262,17 +262,17 @@ def test_a_comparison_by_the_command_line(encoder, texts, tmp_path, monkeypatch)
 def test_a_run_stopped_after_its_last_epoch_is_scored(encoder, texts, tmp_path, monkeypatch):
     made = experiment(encoder, texts, "softmax")
     whole = do(made, "softmax", tmp_path / "whole")
-    test = trainer._Scores.test
+    test = trainer.Scores.test
 
     def stop(self, name, *rest):
         if name == "test":
             raise RuntimeError("killed")
         test(self, name, *rest)
 
-    monkeypatch.setattr(trainer._Scores, "test", stop)
+    monkeypatch.setattr(trainer.Scores, "test", stop)
     with pytest.raises(RuntimeError, match="killed"):
         do(made, "softmax", tmp_path / "stopped")
-    monkeypatch.setattr(trainer._Scores, "test", test)
+    monkeypatch.setattr(trainer.Scores, "test", test)
     assert do(made, "softmax", tmp_path / "stopped")["scores"] == whole["scores"]
 
 
@@ -416,10 +416,9 @@ def test_a_head_that_cannot_be_fitted_leaves_no_directory(encoder, texts, tmp_pa
 
 
 def test_long_work_says_how_far_it_is(encoder, texts, tmp_path, monkeypatch, capsys):
-    from espformer.lab.training import events, pretrained
+    from espformer.lab.training import events
 
-    for module in (events, pretrained, finetuning):
-        monkeypatch.setattr(module, "SILENCE_SECONDS", -1.0)
+    monkeypatch.setattr(events, "SILENCE_SECONDS", -1.0)
     do(experiment(encoder, texts, "esp", epochs=1, calibration_steps=2), "esp", tmp_path)
     said = capsys.readouterr().out
     expected = ("features of ", "calibration, step 2/2, loss ", "epoch 1/1, batch 1/")

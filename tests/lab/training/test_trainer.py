@@ -275,7 +275,7 @@ def test_bleu_is_in_percent_already(score, percent):
         callback_metrics={f"valid/{score}": torch.tensor(34.2)},
         test=lambda *_, **__: [{f"test/{score}": 34.2}],
     )
-    scores = trainer._Scores(runner, learner, None)
+    scores = trainer.Scores(runner, learner, None)
     scores.test("test")
     scores.validation()
     assert scores.scores == pytest.approx({"test": percent, "valid": percent})
@@ -284,6 +284,6 @@ def test_bleu_is_in_percent_already(score, percent):
 def test_a_run_that_is_shorter_than_its_first_validation_has_none():
     settings = SimpleNamespace(validate_every=10, epochs=2)
     learner = SimpleNamespace(score="bleu", run=SimpleNamespace(trainer=settings))
-    scores = trainer._Scores(SimpleNamespace(), learner, None)  # which cannot validate
+    scores = trainer.Scores(SimpleNamespace(), learner, None)  # which cannot validate
     scores.validation()
     assert scores.scores == {}

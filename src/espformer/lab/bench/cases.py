@@ -69,9 +69,7 @@ class Measurement:
 
     case: Case
     milliseconds: float = math.nan  # median of calls, as a program would make them
-    graph_milliseconds: float = (
-        math.nan
-    )  # median of replays of a CUDA graph: no launches from Python
+    graph_milliseconds: float = math.nan  # of replays of a CUDA graph: no launches from Python
     peak_mb: float = math.nan  # 10⁶ bytes: inputs, outputs and everything between
     error: float = math.nan
     status: str = "ok"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -137,12 +138,9 @@ def select(
         for case in SUITES[suite]()
         if case.operator in names and case.backend in ways and case.mode in kinds
     ]
-    if dtype is not None:
-        cases = [replace(case, dtype=dtype) for case in cases]
-    if heads is not None:
-        cases = [replace(case, heads=heads) for case in cases]
-    if width is not None:
-        cases = [replace(case, width=width) for case in cases]
+    asked: dict[str, Any] = {"dtype": dtype, "heads": heads, "width": width}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    cases = [replace(case, **asked) for case in cases]
     if tokens is not None:
         cases = [replace(case, tokens=n) for case in cases for n in _numbers(tokens)]
     if not cases:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from espformer.lab.cli.options import Which
+from espformer.lab.cli.options import Checkpoint, Which
 
 
 class Form(StrEnum):
@@ -36,9 +36,7 @@ def export(
     tolerance: Annotated[
         float, typer.Option(help="Largest accepted difference from the model's outputs.")
     ] = 1e-4,
-    checkpoint: Annotated[
-        Which, typer.Option("--checkpoint", help="Checkpoint of the run to use.")
-    ] = Which.last,
+    checkpoint: Checkpoint = Which.last,
 ) -> None:
     """Export a model for any batch size and length, and verify the file.
 

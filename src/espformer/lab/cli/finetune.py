@@ -1,7 +1,7 @@
 """`espformer finetune`: swap the attention of a pre-trained encoder, then fine-tune it."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -111,14 +111,14 @@ def finetune(
     from espformer.lab.errors import ConfigError
     from espformer.lab.results.result_files import write_report
     from espformer.lab.training import processes
-    from espformer.lab.training.experiments import Job
+    from espformer.lab.training.experiments import make_job
     from espformer.lab.training.finetuning import (
         fit_shared_head,
         head_file,
         make_experiment,
         read_attentions,
     )
-    from espformer.lab.training.run_directory import check_same, run_directory
+    from espformer.lab.training.run_directory import run_directory
     from espformer.lab.training.trainer import execute
 
     attentions = read_attentions(attention or ["softmax", "sinkhorn", "esp"])
@@ -141,12 +141,7 @@ def finetune(
         examples=examples,
         calibration_steps=calibration_steps if calibrate else None,
     )
-    runs = [
-        experiment.run(label, setting, seed)
-        for setting in experiment.grid.settings
-        for label in attentions
-        for seed in numbers
-    ]
+    runs: list[Any] = experiment.runs()
     if not head_file(output, runs[0]).exists():
         print("fitting the head with the original attention")
     fit_shared_head(runs[0], output)
@@ -172,9 +167,9 @@ def finetune(
         shared += [] if value is None else [option, str(value)]
     given = {text.partition("=")[0]: text for text in attention or attentions}
     work = [
-        Job(
+        make_job(
             run,
-            run_directory(output, run),
+            output,
             [
                 *("finetune", *shared),
                 *("--attention", given[run.label], "--seeds", str(run.seed)),
@@ -183,6 +178,4 @@ def finetune(
         )
         for run in runs
     ]
-    for job in work:
-        check_same(job.run, job.directory)
     do_and_report(experiment, work, jobs, output, save, processes.by_command)

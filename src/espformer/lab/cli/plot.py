@@ -60,12 +60,17 @@ def plot(
 
       espformer plot digits --to digits.pdf
     """
+    from espformer.lab.errors import UserError
+
     sources = source or []
-    if target in FIGURES and (sources or target == "plans"):
-        figure, place = _figure(target, sources, example, layer, data_dir), Path(target)
-    else:
-        _check_alone(target, sources)
-        figure, place = _run_or_experiment(target, output)
+    try:
+        if target in FIGURES and (sources or target == "plans"):
+            figure, place = _figure(target, sources, example, layer, data_dir), Path(target)
+        else:
+            _check_alone(target, sources)
+            figure, place = _run_or_experiment(target, output)
+    except ModuleNotFoundError as error:
+        raise UserError(f"figures need {how_to_install(error.name, 'plots')}") from None
     for path in _save(figure, to or place):
         print(path)
 
@@ -86,12 +91,9 @@ def _check_alone(target: str, sources: list[Path]) -> None:
 def _figure(
     target: str, sources: list[Path], example: int, layer: int, data_dir: str | None
 ) -> Any:
+    from espformer.lab import plots
     from espformer.lab.errors import ConfigError, UserError
 
-    try:
-        from espformer.lab import plots
-    except ModuleNotFoundError as error:
-        raise UserError(f"figures need {how_to_install(error.name, 'plots')}") from None
     if target == "plans":
         if sources:
             raise ConfigError("plot plans: it is drawn from points of its own, not from a file")

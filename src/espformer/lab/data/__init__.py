@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from espformer.lab.data.base import Batch, Task, TensorSet, collate
+from espformer.lab.data.base import Batch, Task, TensorSet
 from espformer.lab.data.files import DataError, DataMissing
 from espformer.lab.errors import nearest
 from espformer.ops.common.optional import how_to_install
@@ -28,7 +28,6 @@ __all__ = [
     "Task",
     "TensorSet",
     "available",
-    "collate",
     "load",
     "options",
 ]

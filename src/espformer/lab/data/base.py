@@ -20,14 +20,13 @@ key             shape                   content
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 if TYPE_CHECKING:
@@ -117,13 +116,6 @@ class TensorSet(Dataset[Batch]):
             "labels": labels,
         }
 
-    def __getitem__(self, index: int) -> Batch:
-        example = {"inputs": self.inputs[index], "labels": self.labels[index]}
-        if self._lengths_there is not None:
-            example["inputs"] = example["inputs"].long()
-            example["mask"] = _mask(self._lengths_there[index], self.inputs.shape[1])
-        return example
-
     def __getitems__(self, indices: list[int]) -> Batch:
         return self.batch(indices)
 
@@ -143,25 +135,6 @@ def _mask(lengths: Tensor, width: int) -> Tensor:
     return torch.arange(width, device=lengths.device) < lengths[..., None]
 
 
-def collate(examples: Batch | Sequence[Batch]) -> Batch:
-    """Make one batch of examples; rows of different lengths are padded with zeros (False in masks).
-
-    Data sets that answer whole batches have nothing left to do here.
-
-    Example:
-        >>> collate([{"source": torch.tensor([5])}, {"source": torch.tensor([6, 7])}])
-        {'source': tensor([[5, 0], [6, 7]])}
-    """
-    if isinstance(examples, dict):
-        return examples
-    batch = {}
-    for key in examples[0]:
-        values = [example[key] for example in examples]
-        same = all(value.shape == values[0].shape for value in values)
-        batch[key] = torch.stack(values) if same else pad_sequence(values, batch_first=True)
-    return batch
-
-
 @dataclass
 class Task:
     """A data set with all that training on it needs.
@@ -173,7 +146,6 @@ class Task:
         name: of the data set.
         train, test, valid: the splits; ``valid`` is None where nothing is held out.
         classes: number of classes; None in translation.
-        collate: for a ``DataLoader``.
         augment: random changes of the inputs, called with them and a generator.
         normalise: from stored to network inputs, called with them alone.
         vocabulary: of texts; ``vocabulary.decode`` turns token ids into a text again.
@@ -181,11 +153,9 @@ class Task:
             what differs from the published set; all of it fit for JSON.
 
     Example:
-        >>> from torch.utils.data import DataLoader
         >>> from espformer.lab.data import load
         >>> task = load("digits")
-        >>> loader = DataLoader(task.train, batch_size=32, shuffle=True, collate_fn=task.collate)
-        >>> batch = next(iter(loader))
+        >>> batch = task.train.batch(range(32))
         >>> task.prepare(batch["inputs"], training=True).shape, batch["labels"].shape
         (torch.Size([32, 1, 8, 8]), torch.Size([32]))
     """
@@ -195,7 +165,6 @@ class Task:
     test: Dataset[Batch]
     valid: Dataset[Batch] | None = None
     classes: int | None = None
-    collate: Callable[[Any], Batch] = collate
     augment: nn.Module | None = None
     normalise: nn.Module | None = None
     vocabulary: Vocabulary | None = None
@@ -214,14 +183,6 @@ class Task:
         if training and self.augment is not None:
             inputs = self.augment(inputs, generator)
         return inputs if self.normalise is None else self.normalise(inputs)
-
-    def to(self, device: str | torch.device) -> Task:
-        """Return the same task with all splits on this device, for sets that fit there."""
-        moved = {name: split.to(device) for name, split in self.splits.items()}  # type: ignore[attr-defined]
-        for module in (self.augment, self.normalise):
-            if module is not None:
-                module.to(device)
-        return replace(self, **moved)
 
 
 def stratified(
@@ -276,3 +237,10 @@ def check_fraction(name: str, option: str, value: float, *, whole: bool) -> None
         raise ValueError(f"load('{name}'): {option} must be in (0, 1], got {value}{percent}")
     if not whole and not 0 <= value < 1:
         raise ValueError(f"load('{name}'): {option} must be in [0, 1), got {value}")
+
+
+def check_sizes(name: str, **sizes: int) -> None:
+    """Refuse lengths and sizes that are not positive."""
+    for option, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"load('{name}'): {option} must be at least 1, got {size}")

@@ -8,6 +8,7 @@ that write the same file either may win. Where nothing can be written, everythin
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import time
@@ -94,13 +95,9 @@ def _map(name: str, shape: tuple[int, ...], dtype: Any) -> Array | None:
 def _npy(shape: tuple[int, ...], dtype: Any, chunks: Iterable[Array]) -> Iterator[bytes]:
     header = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape}
 
-    class Header(list[bytes]):
-        def write(self, content: bytes) -> None:
-            self.append(content)
-
-    parts = Header()
-    np.lib.format.write_array_header_1_0(parts, header)
-    yield from parts
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, header)
+    yield file.getvalue()
     for chunk in chunks:
         yield np.ascontiguousarray(chunk, dtype).tobytes()
 
@@ -108,21 +105,16 @@ def _npy(shape: tuple[int, ...], dtype: Any, chunks: Iterable[Array]) -> Iterato
 def _keep(name: str, parts: Iterable[bytes]) -> None:
     """Write a file of the cache, or warn that it cannot be; errors of making `parts` are raised."""
     making = False
-
-    def watched() -> Iterator[bytes]:
-        nonlocal making
-        making = True
-        for part in parts:
-            making = False
-            yield part
-            making = True
-        making = False
-
     try:
         _sweep(directory(), name)
         # Written, not mapped: a full disk is then an error to catch, not the end of the process.
         with replacing(directory() / name) as temporary, open(temporary, "wb") as file:
-            file.writelines(watched())
+            making = True
+            for part in parts:
+                making = False
+                file.write(part)
+                making = True
+            making = False
     except OSError as error:
         if making:
             raise

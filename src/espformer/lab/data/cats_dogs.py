@@ -13,6 +13,7 @@ from espformer.lab.data.base import (
     Task,
     TensorSet,
     check_fraction,
+    check_sizes,
     digest,
     hold_out,
     sizes,
@@ -20,7 +21,6 @@ from espformer.lab.data.base import (
 )
 from espformer.lab.data.files import Files, find, source_of
 from espformer.lab.data.reading import read_images, read_labels, read_table
-from espformer.lab.data.text import check_sizes
 from espformer.lab.data.transforms import Normalise, RandomResizedCrop
 
 SOURCE = source_of("cats_dogs")

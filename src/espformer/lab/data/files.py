@@ -114,7 +114,9 @@ class Files:
         return {
             "source": self.place,
             "sizes": dict(sizes),
-            "sha256": {f"{path.parent.name}/{path.name}": d for path, d in self.sums.items()},
+            "sha256": {
+                f"{path.parent.name}/{path.name}": digest for path, digest in self.sums.items()
+            },
             "checked_against": self.checked,
             "licence": self.source.licence,
             "differences": differences,

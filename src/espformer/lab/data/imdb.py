@@ -15,6 +15,7 @@ from espformer.lab.data.files import Files, find, source_of
 from espformer.lab.data.reading import read_labels, read_table, read_texts
 from espformer.lab.data.text import Texts, text_task
 
+NAMES = ["negative", "positive"]
 SOURCE = source_of("imdb")
 
 
@@ -41,13 +42,13 @@ def load(
     if split not in ("published", "pooled"):
         raise ValueError(f"load('imdb'): split must be published or pooled, got {split!r}")
     files = find(SOURCE, data_dir)
-    splits = {part: _read(files, part) for part in ("train", "test")}
+    splits = {part: read(files, part) for part in ("train", "test")}
     if split == "pooled":
         splits = _pooled(splits, seed)
     task = text_task(
         files,
         splits,
-        class_names=["negative", "positive"],
+        class_names=NAMES,
         max_length=max_length,
         vocabulary_size=vocabulary_size,
         validation=validation,
@@ -57,7 +58,8 @@ def load(
     return task
 
 
-def _read(files: Files, split: str) -> Texts:
+def read(files: Files, split: str) -> Texts:
+    """Return the texts and labels of a published split."""
     paths = files.splits[split]
     table = read_table(paths, {"text": ("text",), "label": ("label",)})
     texts = [text.replace("<br />", " ") for text in read_texts(table, "text", paths)]

@@ -23,12 +23,11 @@ SYLLABLES = ["ba", "den", "ki", "lor", "mu", "nas", "pe", "rit", "so", "tul", "v
 WORDS = [first + second for first in SYLLABLES for second in SYLLABLES]
 
 
-def make_tiny(folder: str | Path, seed: int = 0) -> Path:
+def make_tiny(folder: str | Path) -> Path:
     """Write tiny versions of all data sets that come as files.
 
     Args:
         folder: to write to, as ``data_dir`` or ``ESPFORMER_DATA`` would name it.
-        seed: of what is made up.
 
     Returns:
         the folder.
@@ -46,7 +45,7 @@ def make_tiny(folder: str | Path, seed: int = 0) -> Path:
     for name, make in makers.items():
         place = folder / name
         place.mkdir(parents=True, exist_ok=True)
-        make(place, Random(seed))
+        make(place, Random(0))
         files = sorted(path for path in place.iterdir() if path.name != MANIFEST)
         lines = [f"{sha256(path)}  {path.name}\n" for path in files]
         (place / MANIFEST).write_text("".join(lines), encoding="utf-8")

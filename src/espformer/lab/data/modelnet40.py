@@ -60,7 +60,7 @@ def load(
     names: dict[str, None] = {}
     whole, test = (_read(files, split, points, names) for split in ("train", "test"))
     if protocol == "set_transformer":
-        whole, test = (TensorSet(_standardised(s.inputs), s.labels) for s in (whole, test))
+        whole, test = (TensorSet(_standardised(data.inputs), data.labels) for data in (whole, test))
     train, valid = hold_out(whole, validation, seed)
     found = {"train": len(whole), "test": len(test)}
     transform = PointCloudAugment(jitter=jitter) if protocol == "pct" else RotateScale()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +42,10 @@ def read_npz(path: Path, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, Arr
         if name not in content:
             raise DataError(f"{path} has no array '{name}', only {', '.join(present) or 'none'}")
         got = content[name].shape
-        if len(got) != len(shape) or any(
-            e not in (-1, g) for e, g in zip(shape, got, strict=False)
-        ):
+        fits = len(got) == len(shape) and all(
+            extent in (-1, found) for extent, found in zip(shape, got, strict=True)
+        )
+        if not fits:
             raise DataError(f"{path}: '{name}' has shape {got}, expected {shape}")
     return content
 
@@ -54,17 +57,22 @@ def read_table(paths: Sequence[Path], columns: Mapping[str, tuple[str, ...]]) ->
         paths: of the files.
         columns: our name of each column → the names it may have in the file.
     """
-    parquet = require("pyarrow.parquet")
-    arrow = require("pyarrow")
     tables = []
     for path in paths:
         names = _columns(path, columns)
-        try:
+        with _parquet(path) as parquet:
             table = parquet.read_table(path, columns=list(names.values()))
-        except (OSError, arrow.ArrowException) as error:
-            raise DataError(_unreadable(path, "a parquet file", error)) from error
         tables.append(table.select(list(names.values())).rename_columns(list(names)))
-    return arrow.concat_tables(tables, promote_options="permissive")
+    return require("pyarrow").concat_tables(tables, promote_options="permissive")
+
+
+@contextlib.contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    """Yield what reads parquet files; a file that cannot be read is told."""
+    try:
+        yield require("pyarrow.parquet")
+    except (OSError, require("pyarrow").ArrowException) as error:
+        raise DataError(_unreadable(path, "a parquet file", error)) from error
 
 
 def read_texts(table: Any, column: str, paths: Sequence[Path]) -> list[str]:
@@ -118,27 +126,22 @@ def read_images(paths: Sequence[Path], content: list[str], *, size: int, channel
 
 
 def _decoded(paths: Sequence[Path], size: int, channels: int) -> Iterator[Array]:
-    parquet = require("pyarrow.parquet")
-    arrow = require("pyarrow")
+    decode = partial(_decode, size=size, channels=channels)
     # Decoding leaves the interpreter free, so threads do.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for path in paths:
             row = 0
-            try:
+            with _parquet(path) as parquet:
                 for batch in parquet.ParquetFile(path).iter_batches(CHUNK, columns=["image"]):
                     values = batch.column(0).to_pylist()
                     where = [f"{path}, row {row + i}" for i in range(len(values))]
-                    sizes = [(size, channels)] * len(values)
-                    yield np.stack(list(pool.map(_decode, values, sizes, where)))
+                    yield np.stack(list(pool.map(decode, values, where)))
                     row += len(values)
-            except (OSError, arrow.ArrowException) as error:
-                raise DataError(_unreadable(path, "a parquet file", error)) from error
 
 
-def _decode(value: Any, form: tuple[int, int], where: str) -> Array:
+def _decode(value: Any, where: str, *, size: int, channels: int) -> Array:
     from PIL import Image
 
-    size, channels = form
     encoded = value["bytes"] if isinstance(value, dict) else value
     try:
         with Image.open(io.BytesIO(encoded)) as image:
@@ -152,12 +155,8 @@ def _decode(value: Any, form: tuple[int, int], where: str) -> Array:
 
 
 def _columns(path: Path, columns: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    parquet = require("pyarrow.parquet")
-    arrow = require("pyarrow")
-    try:
+    with _parquet(path) as parquet:
         present = parquet.read_schema(path).names
-    except (OSError, arrow.ArrowException) as error:
-        raise DataError(_unreadable(path, "a parquet file", error)) from error
     names = {}
     for ours, theirs in columns.items():
         found = next((name for name in theirs if name in present), None)

@@ -3,19 +3,12 @@
 import torch
 from torch import Tensor
 
-from espformer.lab.data.base import Task, TensorSet, hold_out
+from espformer.lab.data.base import Task, TensorSet, check_sizes, hold_out
 from espformer.lab.data.files import Files
-from espformer.lab.data.vocabulary import Ragged, Vocabulary, encode
+from espformer.lab.data.vocabulary import Vocabulary, encode
 
 Texts = tuple[list[str], Tensor]
 """The texts of a split and their labels, (examples,)."""
-
-
-def check_sizes(name: str, **sizes: int) -> None:
-    """Refuse lengths and sizes that are not positive."""
-    for option, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"load('{name}'): {option} must be at least 1, got {size}")
 
 
 def text_task(
@@ -56,7 +49,8 @@ def text_task(
     sets, cut = {}, {}
     for split, (texts, labels) in splits.items():
         ids = encode(vocabulary, texts, max_length)
-        sets[split] = TensorSet(_padded(ids, max_length), labels, ids.lengths)
+        padded = ids.padded(torch.arange(len(ids)), max_length).int()
+        sets[split] = TensorSet(padded, labels, ids.lengths)
         cut[split] = int((ids.lengths == max_length).sum())
     return Task(
         name=name,
@@ -75,10 +69,3 @@ def text_task(
             "texts_of_full_length": cut,
         },
     )
-
-
-def _padded(ids: Ragged, width: int) -> Tensor:
-    inside = torch.arange(width) < ids.lengths[:, None]
-    padded = torch.full(inside.shape, Vocabulary.padding, dtype=torch.int32)
-    padded[inside] = ids.tokens
-    return padded

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from espformer.lab.data.base import Batch, Indices, Task
+from espformer.lab.data.base import Batch, Indices, Task, check_sizes
 from espformer.lab.data.files import DataError, Files
 from espformer.lab.data.reading import read_table, read_texts
-from espformer.lab.data.text import check_sizes
 from espformer.lab.data.vocabulary import Ragged, Vocabulary, encode
 
 SOURCE, TARGET = "de", "en"
@@ -63,36 +62,23 @@ class PairSet(Dataset[Batch]):
         return self.target.lengths
 
     def batch(self, indices: Indices) -> Batch:
-        """The batch of these pairs, on the device of the set, cut to its longest sentences."""
+        """The batch of these pairs, cut to its longest sentences."""
         rows = torch.as_tensor(indices, dtype=torch.int64)
         batch = {}
         for name, ids in (("source", self.source), ("target", self.target)):
-            lengths = ids.lengths[rows.cpu()]
+            lengths = ids.lengths[rows]
             longest = int(lengths.max()) if len(lengths) else 0
             # One more than a multiple for targets: training cuts a token off either end.
             extra = int(name == "target")
             width = -(-(longest - extra) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE + extra
             # Never wider than the set: a model has no positions beyond max_length.
             width = min(width, self._widest[name])
-            mask = torch.arange(width) < lengths[:, None]
             batch[name] = ids.padded(rows, width)
-            batch[f"{name}_mask"] = mask.to(batch[name].device, non_blocking=True)
+            batch[f"{name}_mask"] = torch.arange(width) < lengths[:, None]
         return batch
-
-    def __getitem__(self, index: int) -> Batch:
-        example = {"source": self.source[index].long(), "target": self.target[index].long()}
-        return example | {
-            f"{k}_mask": torch.ones_like(v, dtype=torch.bool) for k, v in example.items()
-        }
 
     def __getitems__(self, indices: list[int]) -> Batch:
         return self.batch(indices)
-
-    def to(self, device: str | torch.device) -> PairSet:
-        """Return the same set with its tokens on this device."""
-        source = Ragged(self.source.tokens.to(device), self.source.starts)
-        target = Ragged(self.target.tokens.to(device), self.target.starts)
-        return PairSet(source, target, self.source_texts, self.target_texts)
 
 
 def read_pairs(paths: Sequence[Path]) -> dict[str, list[str]]:

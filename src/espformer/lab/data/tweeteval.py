@@ -34,7 +34,7 @@ def load(
     if classes not in (2, 3):
         raise ValueError(f"load('tweeteval'): classes must be 2 or 3, got {classes}")
     files = find(SOURCE, data_dir)
-    splits = {split: _read(files, split) for split in ("train", "valid", "test")}
+    splits = {split: read(files, split) for split in ("train", "valid", "test")}
     found = {split: len(texts) for split, (texts, _) in splits.items()}
     if classes == 2:
         splits = {split: _without_neutral(texts) for split, texts in splits.items()}
@@ -50,7 +50,8 @@ def load(
     )
 
 
-def _read(files: Files, split: str) -> Texts:
+def read(files: Files, split: str) -> Texts:
+    """Return the texts and labels of a published split."""
     paths = files.splits[split]
     table = read_table(paths, {"text": ("text",), "label": ("label",)})
     return read_texts(table, "text", paths), read_labels(table["label"], 3, paths)

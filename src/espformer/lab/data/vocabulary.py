@@ -90,10 +90,6 @@ class Vocabulary:
         text: str = self._processor.decode(kept)
         return text
 
-    def tokens(self, ids: Sequence[int]) -> list[str]:
-        """Return the pieces behind token ids, for attention maps and the curious."""
-        return [self._processor.id_to_piece(int(token)) for token in ids]
-
 
 @dataclass(frozen=True)
 class Ragged:
@@ -129,19 +125,14 @@ class Ragged:
         return self.starts.diff()
 
     def __getitem__(self, index: int) -> Tensor:
-        start, end = self.starts[index], self.starts[index + 1]
-        return self.tokens[int(start) : int(end)]
+        return self.tokens[int(self.starts[index]) : int(self.starts[index + 1])]
 
     def padded(self, rows: Tensor, width: int) -> Tensor:
-        """(rows, width), int64 on the device of the tokens: sequences cut or filled with 0."""
-        rows = rows.cpu()
-        start, length = self.starts[rows], self.lengths[rows]
+        """(rows, width), int64: sequences cut or filled with 0."""
         column = torch.arange(width)
-        index = (start[:, None] + column).clamp(max=max(0, len(self.tokens) - 1))
-        inside = column < length[:, None]
-        device = self.tokens.device
-        values = self.tokens[index.to(device, non_blocking=True)].long()
-        return values.masked_fill(~inside.to(device, non_blocking=True), Vocabulary.padding)
+        index = (self.starts[rows][:, None] + column).clamp(max=max(0, len(self.tokens) - 1))
+        outside = column >= self.lengths[rows][:, None]
+        return self.tokens[index].long().masked_fill(outside, Vocabulary.padding)
 
 
 def encode(vocabulary: Vocabulary, texts: Sequence[str], limit: int) -> Ragged:

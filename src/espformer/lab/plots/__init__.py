@@ -3,11 +3,9 @@
 from espformer.lab.plots.attention import attention_maps
 from espformer.lab.plots.clouds import (
     NamedPlan,
-    SumErrors,
     esp_plans,
     example_clouds,
     sinkhorn_plans,
-    sum_errors,
 )
 from espformer.lab.plots.plans import plan_comparison
 from espformer.lab.plots.runtime import read_timings, runtime
@@ -17,7 +15,6 @@ from espformer.lab.plots.style import save_figure
 
 __all__ = [
     "NamedPlan",
-    "SumErrors",
     "attention_maps",
     "esp_plans",
     "example_clouds",
@@ -28,5 +25,4 @@ __all__ = [
     "scores_by_setting",
     "scores_by_softness",
     "sinkhorn_plans",
-    "sum_errors",
 ]

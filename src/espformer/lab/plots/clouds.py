@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -32,9 +32,9 @@ def sum_errors(matrix: Tensor) -> SumErrors:
     return SumErrors(*(float((matrix.sum(dim) - 1).abs().max()) for dim in (-1, -2)))
 
 
-def example_clouds(points: int = 14, seed: int = 3) -> tuple[Tensor, Tensor]:
-    """Queries on an arc and keys in two groups, in the plane: (points, 2) each."""
-    generator = torch.Generator().manual_seed(seed)
+def example_clouds() -> tuple[Tensor, Tensor]:
+    """Queries on an arc and keys in two groups, in the plane: (14, 2) each."""
+    points, generator = 14, torch.Generator().manual_seed(3)
 
     def noise(size: float) -> Tensor:
         return size * torch.randn(points, 2, generator=generator, dtype=torch.float64)
@@ -46,47 +46,27 @@ def example_clouds(points: int = 14, seed: int = 3) -> tuple[Tensor, Tensor]:
     return queries, keys
 
 
-def fan_of_slices(count: int) -> Tensor:
-    """``count`` directions of the plane, evenly spread: (count, 2)."""
-    angle = (torch.arange(count, dtype=torch.float64) + 0.5) * math.pi / count
-    return torch.stack([angle.cos(), angle.sin()], -1)
-
-
-def sinkhorn_plans(
-    queries: Tensor, keys: Tensor, steps: Sequence[int] = (0, 3, 21), epsilon: float = 1.0
-) -> list[NamedPlan]:
+def sinkhorn_plans(queries: Tensor, keys: Tensor) -> list[NamedPlan]:
     """Softmax attention and Sinkhorn attention after some steps."""
+    steps = {"Softmax (S = 0)": 0, "Sinkhorn, S = 3": 3, "Sinkhorn, S = 21": 21}
     return [
-        NamedPlan(
-            f"Sinkhorn, S = {count}" if count > 1 else f"Softmax (S = {count})",
-            sinkhorn_plan(queries, keys, iterations=count, epsilon=epsilon),
-        )
-        for count in steps
+        NamedPlan(name, sinkhorn_plan(queries, keys, iterations=count, epsilon=1.0))
+        for name, count in steps.items()
     ]
 
 
-def esp_plans(
-    queries: Tensor,
-    keys: Tensor,
-    inverse_temperatures: Sequence[float] = (0, 1, 10),
-    slices: int = 64,
-    sort_temperature: float = 0.1,
-) -> list[NamedPlan]:
+def esp_plans(queries: Tensor, keys: Tensor) -> list[NamedPlan]:
     """Soft ESP at some inverse temperatures, the last of them sorted exactly as well."""
-    theta = fan_of_slices(slices).to(queries)
+    angle = (torch.arange(64, dtype=torch.float64) + 0.5) * math.pi / 64
+    theta = torch.stack([angle.cos(), angle.sin()], -1).to(queries)  # a fan of the plane
+    plan = partial(esp_plan, queries, keys, slices=theta)
     soft = [
         NamedPlan(
-            f"Soft ESP, τ = {tau:g}",
-            esp_plan(
-                queries, keys, slices=theta, inverse_temperature=tau,
-                sort_temperature=sort_temperature,
-            ),
+            f"Soft ESP, τ = {tau}", plan(inverse_temperature=float(tau), sort_temperature=0.1)
         )
-        for tau in inverse_temperatures
-    ]  # fmt: skip
-    tau = inverse_temperatures[-1]
-    exact = esp_plan(queries, keys, slices=theta, inverse_temperature=tau, hard=True)
-    return [*soft, NamedPlan(f"Hard ESP, τ = {tau:g}", exact)]
+        for tau in (0, 1, 10)
+    ]
+    return [*soft, NamedPlan("Hard ESP, τ = 10", plan(inverse_temperature=10.0, hard=True))]
 
 
 def short(error: float, rounding: float = 1e-12) -> str:

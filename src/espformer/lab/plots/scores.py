@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from espformer.lab.plots.style import figure_style, headline, look
+from espformer.lab.plots.style import figure_style, headline, look, mean_line
 
 
 class Score(NamedTuple):
@@ -97,15 +96,10 @@ def _line(
     known = [setting for setting in places.of if setting in line]
     # Neighbours stand a little apart, so that their bars do not hide each other.
     x = [
-        places.of[s] * 1.018**aside if places.numeric else places.of[s] + 0.02 * aside
-        for s in known
+        places.of[setting] * 1.018**aside if places.numeric else places.of[setting] + 0.02 * aside
+        for setting in known
     ]
-    axes.errorbar(
-        x,
-        [statistics.fmean(line[s]) for s in known],
-        yerr=[statistics.stdev(line[s]) if len(line[s]) > 1 else 0.0 for s in known],
-        label=name, capsize=2.5, linewidth=1.6, elinewidth=0.9, markersize=4.5, **looks,
-    )  # fmt: skip
+    mean_line(axes, x, [line[setting] for setting in known], label=name, **looks)
 
 
 def _dress(axes: Axes, places: _Places, label: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from espformer.lab.plots.style import MUTED, SERIES, figure_style, headline
+from espformer.lab.plots.style import MUTED, SERIES, figure_style, headline, mean_line
 
 
 class SoftScore(NamedTuple):
@@ -91,13 +91,8 @@ def _line(axes: Axes, name: str, runs: Sequence[SoftScore], aside: float, colour
     look: dict[str, Any] = (
         {"marker": "o", "linestyle": "-"} if len(widths) > 2 else {"marker": "s", "linestyle": ""}
     )
-    axes.errorbar(
-        [width * aside for width in widths],
-        [statistics.fmean(by_width[width]) for width in widths],
-        yerr=[statistics.stdev(v) if len(v := by_width[width]) > 1 else 0.0 for width in widths],
-        label=name, capsize=2.5, linewidth=1.6, elinewidth=0.9, markersize=4.5,
-        color=colour, **look,
-    )  # fmt: skip
+    values = [by_width[width] for width in widths]
+    mean_line(axes, [width * aside for width in widths], values, label=name, color=colour, **look)
 
 
 def _levels(axes: Axes, others: Mapping[str, Sequence[float]]) -> None:

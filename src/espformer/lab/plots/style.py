@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,6 +91,18 @@ def panel_title(axes: Axes, title: str, note: str) -> None:
     axes.annotate(
         note, (0.5, 1), xytext=(0, 5), xycoords="axes fraction", textcoords="offset points",
         ha="center", va="bottom", fontsize=8, color=MUTED, annotation_clip=False,
+    )  # fmt: skip
+
+
+def mean_line(
+    axes: Axes, places: Sequence[float], values: Sequence[Sequence[float]], **looks: Any
+) -> None:
+    """Means and standard deviations of the values at each place."""
+    axes.errorbar(
+        places,
+        [statistics.fmean(some) for some in values],
+        yerr=[statistics.stdev(some) if len(some) > 1 else 0.0 for some in values],
+        capsize=2.5, linewidth=1.6, elinewidth=0.9, markersize=4.5, **looks,
     )  # fmt: skip
 
 

@@ -17,10 +17,13 @@ from espformer.lab.recipes.build import (
 from espformer.lab.recipes.schema import FinetuneRun, Grid, Run, TimingRun, TrainingRun
 from espformer.lab.recipes.yaml_schema import Origins, Spec, parse, read_text, read_yaml, set_path
 
+# Tasks that a recipe in a file may have, and the one that `espformer finetune` makes recipes of.
+_TASKS = ("classification", "translation", "runtime")
 _KINDS: dict[str, type[Run]] = {
     "classification": TrainingRun,
     "translation": TrainingRun,
     "runtime": TimingRun,
+    "finetuning": FinetuneRun,
 }
 # Filled in for each run by the recipe, never written among its sections.
 _IDENTITY = ("recipe", "label", "setting", "seed", "mechanism")
@@ -141,9 +144,9 @@ def load_recipe(name: str | Path) -> Recipe:
     raw, origins = read_yaml(path)
     head_keys = {f.name for f in fields(Head)}
     task = raw.get("task")
-    if task not in _KINDS:
+    if task not in _TASKS:
         hint = "this key is missing" if task is None else f"got {task!r}"
-        raise origins.error(("task",), f"{hint}, {nearest(str(task), _KINDS)}")
+        raise origins.error(("task",), f"{hint}, {nearest(str(task), _TASKS)}")
     sections = {key: value for key, value in raw.items() if key not in head_keys}
     _check_keys(sections, _run_keys(_KINDS[task]), head_keys, origins)
     head = parse(Head, {key: value for key, value in raw.items() if key in head_keys}, origins)
@@ -166,10 +169,9 @@ def run_from_plain(raw: dict[str, Any], file: str) -> Run:
     """Return the run that a `config.yaml` or a checkpoint describes."""
     origins = Origins(file)
     task = raw.get("task")
-    kinds = {**_KINDS, "finetuning": FinetuneRun}
-    if task not in kinds:
+    if task not in _KINDS:
         raise ConfigError(f"{file}: not the description of a run (its task is {task!r})")
-    return parse(kinds[task], raw, origins)
+    return parse(_KINDS[task], raw, origins)
 
 
 def _run_keys(kind: type[Run]) -> set[str]:
@@ -249,7 +251,7 @@ def _move(origins: Origins, source: tuple[str, ...], target: tuple[str, ...]) ->
 def _check(run: Run, origins: Origins) -> None:
     """Raise for values that are wrong although all keys and types are valid."""
     build_mechanism(run.mechanism, origins, ("mechanism",))
-    if isinstance(run, TrainingRun):
+    if isinstance(run, TrainingRun) and not isinstance(run, FinetuneRun):
         check_data(run.data.set, origins, ("data", "set"))
         check_model(run.model, origins, ("model",))
         sharpens = run.annealing is not None or run.straight_through is not None or run.harden

@@ -43,10 +43,9 @@ def attention_content(runs: Sequence[Trained], examples: Sequence[int]) -> dict[
             states.append((f"{name_of(run.label)}, hard", last.hardened()))
         colours += [colour] * (len(states) - len(colours))
     shown = [runs[0].example(index) for index in examples]
-    maps = [[_maps(state, example) for _, state in states] for example in shown]
-    peak = max(m["peak"] for row in maps for heads in row for m in heads)
-    for matrix in (m for row in maps for heads in row for m in heads):
-        _encode(matrix, peak)
+    maps = [[_heads(state.matrices(example)[-1]) for _, state in states] for example in shown]
+    matrices = [matrix for row in maps for heads in row for matrix in heads]
+    peak = _encode(matrices)
     tokens = states[0][1].matrices(shown[0])[-1].shape[-1]
     return {
         "states": [name for name, _ in states],
@@ -57,11 +56,6 @@ def attention_content(runs: Sequence[Trained], examples: Sequence[int]) -> dict[
         "maps": maps,
         "peak": peak,
     }
-
-
-def _maps(state: Trained, example: Example) -> list[dict[str, Any]]:
-    """Return the heads of the last layer."""
-    return _heads(state.matrices(example)[-1])
 
 
 def _heads(matrices: Tensor) -> list[dict[str, Any]]:
@@ -97,10 +91,8 @@ def softness_content(runs: Sequence[Trained], index: int) -> tuple[list[dict[str
     for colour, name, run in states:
         trained_at = math.exp(sum(map(math.log, run.temperatures)) / len(run.temperatures))
         sweep = sorted({*SWEEP, trained_at}, reverse=True)
-        frames = [_frame(f) for f in run.frames(run.example(index), sweep, -1, count)]
-        peak = max(m["peak"] for frame in frames for m in frame["maps"])
-        for matrix in (m for frame in frames for m in frame["maps"]):
-            _encode(matrix, peak)
+        frames = [_frame(frame) for frame in run.frames(run.example(index), sweep, count)]
+        peak = _encode([matrix for frame in frames for matrix in frame["maps"]])
         found.append(
             {
                 "name": name,
@@ -144,14 +136,19 @@ def _matrix(matrix: Tensor) -> dict[str, Any]:
     }
 
 
-def _encode(matrix: dict[str, Any], peak: float) -> None:
-    """A byte for each cell: 128 is zero, and the root of the weight is what is shown."""
-    cells = matrix.pop("cells")
-    root = (cells.abs() / max(peak, 1e-12)).clamp(max=1).sqrt() * cells.sign()
-    values = (128 + 127 * root).round().to(torch.uint8)
-    matrix["shape"] = list(cells.shape)
-    matrix["bytes"] = base64.b64encode(bytes(values.flatten().tolist())).decode()
-    del matrix["peak"]
+def _encode(matrices: Sequence[dict[str, Any]]) -> float:
+    """A byte for each cell: 128 is zero, and the root of the weight is what is shown.
+
+    Returns the peak of all of them, to which weights are relative.
+    """
+    peak = max(matrix.pop("peak") for matrix in matrices)
+    for matrix in matrices:
+        cells = matrix.pop("cells")
+        root = (cells.abs() / max(peak, 1e-12)).clamp(max=1).sqrt() * cells.sign()
+        values = (128 + 127 * root).round().to(torch.uint8)
+        matrix["shape"] = list(cells.shape)
+        matrix["bytes"] = base64.b64encode(bytes(values.flatten().tolist())).decode()
+    return float(peak)
 
 
 def _blocks(matrix: Tensor) -> Tensor:
@@ -171,8 +168,8 @@ def _thin(sums: Tensor) -> list[float]:
 
 def _side(tokens: int) -> int | None:
     """Patches along an edge of the image, also when there is a token for the class beside them."""
-    roots = [math.isqrt(count) for count in (tokens, tokens - 1)]
-    return next((r for r, n in zip(roots, (tokens, tokens - 1), strict=True) if r * r == n), None)
+    sides = (math.isqrt(tokens), math.isqrt(tokens - 1))
+    return next((side for side in sides if side**2 in (tokens, tokens - 1)), None)
 
 
 def _described(example: Example) -> dict[str, Any]:

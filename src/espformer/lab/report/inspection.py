@@ -129,9 +129,12 @@ class Trained:
         return max(32, min(count, SCORED, len(self.task.test)))  # type: ignore[arg-type]
 
     def frames(
-        self, example: Example, temperatures: Sequence[float], layer: int, count: int | None = None
+        self, example: Example, temperatures: Sequence[float], count: int | None = None
     ) -> list[Frame]:
-        """Return the whole model at each temperature, and hard; it is left as it was."""
+        """Return the last layer and the accuracy at each temperature, and hard.
+
+        The model is left as it was.
+        """
         model, kept = self.learner.model, copy.deepcopy(self.learner.model.state_dict())
         made = []
         for temperature in (*temperatures, None):
@@ -139,7 +142,7 @@ class Trained:
                 harden(model)
             else:
                 set_sort_temperature(model, temperature)
-            made.append(Frame(temperature, self.matrices(example)[layer], self.accuracy(count)))
+            made.append(Frame(temperature, self.matrices(example)[-1], self.accuracy(count)))
         soften(model)
         model.load_state_dict(kept)
         return made

@@ -56,26 +56,18 @@ def legend(runs: Sequence[Trained]) -> str:
 
 def curves(runs: Sequence[Trained]) -> tuple[str, dict[str, Any]]:
     """Charts of what was logged, and their numbers for the script."""
-    charts = [
-        (name, title, [_series(run, colour, key, factor) for colour, run in enumerate(runs)], log)
-        for name, title, key, factor, log in _CHARTS
-    ]
-    charts += [
-        (
-            name,
-            title,
-            [
-                _series(run.annealed, colour, key, factor)
-                for colour, run in enumerate(runs)
-                if run.annealed
-            ],
-            log,
-        )
-        for name, title, key, factor, log in _ANNEALING
-    ]
+    every = list(enumerate(runs))
+    annealed = [(colour, run.annealed) for colour, run in every if run.annealed]
+    charts = [(*chart, every) for chart in _CHARTS]
+    charts += [(*chart, annealed) for chart in _ANNEALING]
     figures, numbers = [], {}
-    for name, title, every, log in charts:
-        series = [one for one in every if one.points]
+    for name, title, key, factor, log, shown in charts:
+        lines = [(run, colour, _points(run, key, factor)) for colour, run in shown]
+        series = [
+            svg.Series(name_of(run.label), colour, points)
+            for run, colour, points in lines
+            if points
+        ]
         if not series:
             continue
         told = "; ".join(f"{one.name} ends at {one.points[-1][1]:.3g}" for one in series)
@@ -86,10 +78,6 @@ def curves(runs: Sequence[Trained]) -> tuple[str, dict[str, Any]]:
             for one in series
         ]
     return "".join(figures), numbers
-
-
-def _series(run: Trained, colour: int, key: str, factor: float) -> svg.Series:
-    return svg.Series(name_of(run.label), colour, _points(run, key, factor))
 
 
 def _points(run: Trained, key: str, factor: float) -> list[tuple[float, float]]:

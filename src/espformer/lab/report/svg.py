@@ -19,7 +19,6 @@ class Series(NamedTuple):
     name: str
     colour: int
     points: Sequence[tuple[float, float]]
-    dashed: bool = False
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
@@ -49,17 +48,14 @@ def log_ticks(low: float, high: float) -> list[float]:
     return [10.0**power for power in range(first, max(last, first + 1) + 1, step)]
 
 
-def line_chart(
-    name: str, series: Sequence[Series], *, summary: str, log: bool = False, x_name: str = "epoch"
-) -> str:
-    """Return a chart of lines; numbers under the pointer are shown by the page's script.
+def line_chart(name: str, series: Sequence[Series], *, summary: str, log: bool = False) -> str:
+    """Return a chart of lines by epoch; numbers under the pointer are shown by the page's script.
 
     Args:
         name: identifier of the chart in the page.
         series: lines; on a logarithmic axis points at or below zero are left out.
         summary: alternative text.
         log: logarithmic vertical axis.
-        x_name: what the horizontal axis counts.
     """
     lines = [
         (one, [(x, y) for x, y in one.points if not log or y > 0]) for one in series if one.points
@@ -98,11 +94,10 @@ def line_chart(
         parts.append(f'<text class="tick" x="{x:.1f}" y="{HEIGHT - _BOTTOM + 17}" '
                      f'text-anchor="middle">{_number(mark)}</text>')  # fmt: skip
     parts.append(f'<text class="tick axis" x="{WIDTH - _RIGHT}" y="{HEIGHT - 3}" '
-                 f'text-anchor="end">{escape(x_name)}</text>')  # fmt: skip
+                 f'text-anchor="end">epoch</text>')  # fmt: skip
     for one, points in lines:
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in (place(*point) for point in points))
-        dash = ' stroke-dasharray="5 4"' if one.dashed else ""
-        parts.append(f'<path class="line c{one.colour}"{dash} d="{path}"/>')
+        parts.append(f'<path class="line c{one.colour}" d="{path}"/>')
         x, y = place(*points[-1])
         parts.append(f'<circle class="dot c{one.colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>')
     parts.append('<line class="cursor" x1="0" x2="0" '
@@ -177,9 +172,6 @@ def _open(identifier: str, summary: str, width: float, height: float, kind: str)
 def _number(value: float) -> str:
     if value and (abs(value) < 1e-2 or abs(value) >= 1e5):
         mantissa, _, power = f"{value:.0e}".partition("e")
-        return f"{'' if mantissa == '1' else mantissa + '·'}10{_superscript(int(power))}"
+        raised = str(int(power)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+        return f"{'' if mantissa == '1' else mantissa + '·'}10{raised}"
     return f"{value:,.6g}"
-
-
-def _superscript(power: int) -> str:
-    return str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))

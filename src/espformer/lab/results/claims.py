@@ -90,15 +90,12 @@ def _claims(entries: list[Any]) -> Iterator[Claim]:
             yield from _claims(entry)
         else:
             row, other = (
-                (label, score or "test") for label, _, score in map(_split, entry["rows"])
+                (label, score or "test")
+                for label, _, score in (row.partition(" ") for row in entry["rows"])
             )
             rest = {key: value for key, value in entry.items() if key not in ("rows", "settings")}
             settings = tuple(entry["settings"]) if "settings" in entry else None
             yield Claim(row=row, other=other, settings=settings, **rest)
-
-
-def _split(row: str) -> tuple[str, str, str]:
-    return row.partition(" ")
 
 
 CLAIMS: dict[str, tuple[Claim, ...]] = _read()

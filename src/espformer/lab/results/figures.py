@@ -4,7 +4,6 @@ Nothing here imports matplotlib before something is drawn.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from espformer.lab.results.claims import name_of
 from espformer.lab.results.result_files import read_file
 from espformer.lab.results.result_tables import in_order
 from espformer.lab.training.run_directory import read_curves
-from espformer.ops.common.optional import how_to_install
 
 Result = dict[str, Any]
 
@@ -38,7 +36,7 @@ def patch_size(path: Path) -> Any:
     scores = [
         Score(name_of(run["mechanism"]), run["setting"], run["scores"]["test"]) for run in runs
     ]
-    ours = [name for name in dict.fromkeys(s.series for s in scores) if name not in _PAPER]
+    ours = [name for name in dict.fromkeys(score.series for score in scores) if name not in _PAPER]
     panels = {
         "Attentions of the paper": _PAPER,
         "Variants of ESP, at another scale": (*_BOTH, *ours),
@@ -128,9 +126,11 @@ def plot_run(directory: Path) -> Any:
     ]
     if not panels:
         raise RunError(f"{directory}: nothing was logged there yet")
-    with _style():
-        from matplotlib.figure import Figure
+    from matplotlib.figure import Figure
 
+    from espformer.lab.plots.style import figure_style
+
+    with figure_style():
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
         for axis, (title, names) in zip(
             figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
@@ -149,27 +149,20 @@ def plot_experiment(recipe: Recipe, results: list[dict[str, Any]]) -> Any:
     """Mean score of each mechanism by setting, with its standard deviation over runs."""
     if not results:
         raise RunError(f"no run of {recipe.name} is finished yet")
+    from espformer.lab.plots.scores import Score, scores_by_setting
+    from espformer.lab.plots.style import figure_style
+
     timed = recipe.task == "runtime"
     score = "mean" if timed else "test"
-    with _style():
-        from espformer.lab.plots.scores import Score, scores_by_setting
-
-        scores = [
-            Score(name_of(r["mechanism"]), r["setting"], r["scores"][score])
-            for r in results
-            if score in r["scores"]
-        ]
-        seeds = len({r["seed"] for r in results})
-        conditions = f"Mean and standard deviation of {seeds} seed{'' if seeds == 1 else 's'}."
+    scores = [
+        Score(name_of(run["mechanism"]), run["setting"], run["scores"][score])
+        for run in results
+        if score in run["scores"]
+    ]
+    seeds = len({run["seed"] for run in results})
+    conditions = f"Mean and standard deviation of {seeds} seed{'' if seeds == 1 else 's'}."
+    with figure_style():
         figure = scores_by_setting(scores, recipe.title, results[0]["score"], conditions)
         if timed:
             figure.axes[0].set_yscale("log")
         return figure
-
-
-def _style() -> AbstractContextManager[None]:
-    try:
-        from espformer.lab.plots.style import figure_style
-    except ImportError as error:
-        raise UserError(f"figures need {how_to_install(error.name, 'plots')}") from None
-    return figure_style()

@@ -3,10 +3,10 @@
 import os
 import statistics
 import textwrap
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from espformer.lab.errors import UserError
 from espformer.lab.recipes.recipe import Recipe, load_recipe, recipe_names
@@ -135,58 +135,76 @@ def first_page(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
     Args:
         every: experiments and their runs; those of the paper that are missing count as not run.
     """
-    # Rows by claim, and outcomes: of the paper's claims, and of those about our defaults.
-    rows: dict[bool, dict[str, list[list[str]]]] = {n: defaultdict(list) for n in (True, False)}
-    outcomes: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
-    single: Counter[bool] = Counter()  # of them, those with one pair of runs
-    few: list[bool] = []  # of those that held, whether with two or three pairs
+    paper: list[_Tested] = []
+    defaults: list[_Tested] = []
     waiting: dict[str, list[Claim]] = {}
     for recipe, results in _of_the_paper(every):
         found = {id(claim): comparison for claim, comparison in compared(recipe, results)}
         mark = "¹" if trained_otherwise(recipe, TABLES[recipe.paper or ""], results) else ""
         for claim in CLAIMS[recipe.name]:
-            theirs = claim.by == "the paper"
             comparison = found.get(id(claim))
-            if comparison is None and theirs:
-                waiting.setdefault(recipe.name, []).append(claim)
-            elif comparison is None:
-                continue
+            theirs = claim.by == "the paper"
+            if comparison is None:
+                if theirs:
+                    waiting.setdefault(recipe.name, []).append(claim)
             elif theirs or claim.front:
-                gap = paper_gap(claim, recipe, set(comparison.by_setting)) if theirs else None
                 reached = verdict(claim, comparison)
-                outcomes[theirs][reached.outcome] += 1
-                single[theirs] += comparison.pairs == 1
-                few += [comparison.pairs <= 3] if reached.outcome == "held" else []
                 cells = [f"[{recipe.title}](#{anchor(recipe.title)}){mark}"]
-                cells += ["–" if gap is None else signed(gap)] if theirs else []
+                if theirs:
+                    gap = paper_gap(claim, recipe, set(comparison.by_setting))
+                    cells.append("–" if gap is None else signed(gap))
                 cells += [gap_in_words(comparison), str(reached)]
-                rows[theirs][claim.sentence].append(cells)
-    if not outcomes[True]:
+                tested = _Tested(claim.sentence, cells, reached.outcome, comparison.pairs)
+                (paper if theirs else defaults).append(tested)
+    if not paper:
         return []
     others = _other_data(every, waiting)
     lines = [
         "## In short", "",
-        f"- The paper's settings: of its {outcomes[True].total()} claims that were tested here, "
-        f"{in_numbers(outcomes[True], single[True])}; {sum(map(len, waiting.values()))} were not "
-        f"run{_elsewhere(others)}.",
+        f"- The paper's settings: of its {len(paper)} claims that were tested here, "
+        f"{_counted(paper)}; {sum(map(len, waiting.values()))} were not run{_elsewhere(others)}.",
     ]  # fmt: skip
-    if rows[False]:
+    if defaults:
         lines.append(
-            f"- Our defaults: of {outcomes[False].total()} such claims about them, "
-            f"{in_numbers(outcomes[False], single[False])}."
+            f"- Our defaults: of {len(defaults)} such claims about them, {_counted(defaults)}."
         )
+    held = [tested for tested in paper + defaults if tested.outcome == "held"]
     lines.append(
         "- Verdicts are not corrected for their number: the more claims are tested, the more hold "
-        f"by chance. Of the {len(few)} that held, {sum(few)} rest on two or three pairs of runs."
+        f"by chance. Of the {len(held)} that held, {sum(tested.pairs <= 3 for tested in held)} "
+        "rest on two or three pairs of runs."
     )
     lines += ["", *_scores(every)]
     lines += ["## The paper's claims", "", *_wrapped(_GAP)]
-    head = ["claim", "experiment", "paper's gap", "our gap", "verdict"]
-    lines += grid([head, *_once(rows[True])])
-    if rows[False]:
+    lines += _once(["claim", "experiment", "paper's gap", "our gap", "verdict"], paper)
+    if defaults:
         lines += ["The same with our defaults instead of the paper's settings:", ""]
-        lines += grid([["claim", "experiment", "our gap", "verdict"], *_once(rows[False])])
+        lines += _once(["claim", "experiment", "our gap", "verdict"], defaults)
     return [*lines, *_not_run(waiting, others)]
+
+
+class _Tested(NamedTuple):
+    """A claim that was tested: what it says, its other cells in a table, and what became of it."""
+
+    claim: str
+    cells: list[str]
+    outcome: str
+    pairs: int
+
+
+def _counted(tested: Sequence[_Tested]) -> str:
+    """Count the outcomes, and those that are open for want of a second pair of runs."""
+    outcomes = Counter[str](one.outcome for one in tested)
+    return in_numbers(outcomes, sum(one.pairs == 1 for one in tested))
+
+
+def _once(head: list[str], tested: Sequence[_Tested]) -> list[str]:
+    """Return a table in which each claim is written in the first of its rows."""
+    lines = [head]
+    for claim in dict.fromkeys(one.claim for one in tested):
+        first, *others = [one.cells for one in tested if one.claim == claim]
+        lines += [[claim, *first], *(["", *cells] for cells in others)]
+    return grid(lines)
 
 
 Outcome = tuple[Recipe, Recipe, Claim, Comparison]
@@ -201,10 +219,15 @@ def _other_data(
     for recipe, claims in ((load_recipe(name), claims) for name, claims in waiting.items()):
         other = there.get(TABLES[recipe.paper or ""].instead or "")
         if other is not None:
-            found = {(c.says, c.row, c.other, c.margin): (c, got) for c, got in compared(*other)}
-            keys = [(c.says, c.row, c.other, c.margin) for c in claims]
-            tested += [(recipe, other[0], *found[key]) for key in keys if key in found]
+            found = {_statement(claim): (claim, outcome) for claim, outcome in compared(*other)}
+            same = [found[key] for key in map(_statement, claims) if key in found]
+            tested += [(recipe, other[0], *pair) for pair in same]
     return tested
+
+
+def _statement(claim: Claim) -> tuple[Any, ...]:
+    """Return what a claim says, whoever says it, and about whichever data."""
+    return claim.says, claim.row, claim.other, claim.margin
 
 
 def _elsewhere(others: list[Outcome]) -> str:
@@ -245,15 +268,6 @@ def _wrapped(text: str) -> list[str]:
     return [*textwrap.wrap(text, 100, break_on_hyphens=False), ""]
 
 
-def _once(rows: dict[str, list[list[str]]]) -> list[list[str]]:
-    """Rows of a table in which each claim is written in the first of its rows."""
-    return [
-        ["" if n else claim, *cells]
-        for claim, several in rows.items()
-        for n, cells in enumerate(several)
-    ]
-
-
 def _scores(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
     """Return mean scores of the paper's attentions and of ours in its experiments."""
     shown = [
@@ -280,7 +294,11 @@ def _scores(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
                 there = TABLES[recipe.paper or ""].numbers.get((setting, label, "test"), Number())
                 said = _middle(there)
                 cells.append(here if said is None else f"{here} ({said:.2f})")
-            others = {n: mean for n, mean in means.items() if "esp" in n and n not in _COLUMNS}
+            others = {
+                label: mean
+                for label, mean in means.items()
+                if "esp" in label and label not in _COLUMNS
+            }
             best = max(others, key=others.__getitem__, default=None)
             most = max(most, len(others))
             cells.append("–" if best is None else f"{others[best]:.2f}: {name_of(best)}")

@@ -20,7 +20,12 @@ from espformer.lab.recipes.yaml_schema import plain
 from espformer.lab.results.result_tables import in_order, markdown
 from espformer.lab.training.checkpoints import read_checkpoint
 from espformer.lab.training.experiments import Job
-from espformer.lab.training.run_directory import differences, read_curves, read_results
+from espformer.lab.training.run_directory import (
+    differences,
+    identity,
+    read_curves,
+    read_results,
+)
 
 Result = dict[str, Any]
 
@@ -46,7 +51,8 @@ class Results:
         first: dict[tuple[str, str], Result] = {}
         for run in self.runs:
             one = first.setdefault((run["setting"], run["mechanism"]), run)
-            changed = differences(*({**r["config"], "seed": None} for r in (run, one)))
+            asked, there = ({**each["config"], "seed": None} for each in (run, one))
+            changed = differences(asked, there)
             if changed:
                 raise RunError(
                     f"results of {self.experiment}: {run['mechanism']} in {run['setting']} was run "
@@ -250,10 +256,4 @@ def _is_saved(job: Job, there: dict[tuple[str, str, int], Result], path: Path) -
 
 def _outline(job: Job) -> Result:
     """Return what is known of a result before the run."""
-    run = job.run
-    return {
-        "setting": run.setting,
-        "mechanism": run.label,
-        "seed": run.seed,
-        "config": plain(run),
-    }
+    return {**identity(job.run), "config": plain(job.run)}

@@ -5,7 +5,7 @@ conditions.
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from espformer.lab.clock import in_words
@@ -112,14 +112,21 @@ def _scores(table: Table, results: list[Result]) -> list[str]:
     lines = [["mechanism", *([""] if beside else []), "runs", *heads]]
     for label, score in rows:
         name = name_of(label) + (SCORES[score] or _label(label))
-        ours = {s: values.get((s, label, score)) for s in settings}
-        counts = {len(v) for v in ours.values() if v}
-        count = "–".join(str(n) for n in sorted({min(counts), max(counts)}))
-        cells = [_cell(summarise(v) if (v := ours[s]) else Number(), way) for s, way in columns]
+        found = {
+            setting: values[setting, label, score]
+            for setting in settings
+            if (setting, label, score) in values
+        }
+        counts = sorted(map(len, found.values()))
+        count = "–".join(str(number) for number in dict.fromkeys((counts[0], counts[-1])))
+        ours = {setting: summarise(scores) for setting, scores in found.items()}
+        cells = [_cell(ours.get(setting, Number()), way) for setting, way in columns]
         lines.append([name, *(["here"] if beside else []), count, *cells])
-        theirs = [table.numbers.get((s, label, score), Number()) for s, _ in columns]
-        if any(number != Number() for number in theirs):
-            cells = [_cell(n, way) for n, (_, way) in zip(theirs, columns, strict=True)]
+        theirs = {
+            setting: table.numbers.get((setting, label, score), Number()) for setting in settings
+        }
+        if any(number != Number() for number in theirs.values()):
+            cells = [_cell(theirs[setting], way) for setting, way in columns]
             lines.append(["", "paper", "", *cells])
     return grid(lines)
 
@@ -178,21 +185,22 @@ def _attention(results: list[Result]) -> list[str]:
         group = [result for result in results if result["mechanism"] == label]
         cells = [name_of(label)]
         for name in heads:
-            numbers = [r["attention"][name] for r in group if name in r.get("attention", {})]
+            measured = [run.get("attention", {}) for run in group]
+            numbers = [found[name] for found in measured if name in found]
             form = ".4g" if name.startswith("slice_weight") else ".2g"
             cells.append(f"{statistics.fmean(numbers):{form}}" if numbers else "–")
-        cells.append(_range([r.get("parameters") for r in group], ",.0f"))
-        cells.append(_range([_seconds(r) for r in group], ",.0f"))
-        cells.append(_range([r.get("samples_per_second") for r in group], ",.0f"))
+        cells.append(_range([run.get("parameters") for run in group], ",.0f"))
+        cells.append(_range([_seconds(run) for run in group], ",.0f"))
+        cells.append(_range([run.get("samples_per_second") for run in group], ",.0f"))
         if learns:
-            learnt = [t for r in group for t in r.get("learnt_sort_temperatures", [])]
+            learnt = [t for run in group for t in run.get("learnt_sort_temperatures", [])]
             cells.append(_range(learnt, ".2g"))
         lines.append(cells)
     return grid(lines)
 
 
 def _seconds(result: Result) -> float | None:
-    """Seconds of the whole run; of runs that went on after a stop, older ones forgot the rest."""
+    """Seconds of the whole run; None if it went on after a stop, and says not how long it was."""
     if result.get("continued") and result.get("seconds_before") is None:
         return None
     return result.get("seconds")
@@ -259,9 +267,9 @@ def _machine(result: Result) -> tuple[str, ...]:
 def _count(results: list[Result], settings: bool = False) -> str:
     """Say how many runs, of which settings if there are several, with which seeds."""
     runs = f"{len(results)} run{'' if len(results) == 1 else 's'}"
-    which = [_some(dict.fromkeys(result["setting"] for result in results))] if settings else []
+    which = [", ".join(dict.fromkeys(result["setting"] for result in results))] if settings else []
     seeds = sorted({result["seed"] for result in results})
-    seed = f"seed{'' if len(seeds) == 1 else 's'} {_some(map(str, seeds))}"
+    seed = f"seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))}"
     return ", ".join([runs, *which, seed])
 
 
@@ -283,22 +291,24 @@ def _differences(recipe: Recipe, table: Table, results: list[Result]) -> list[st
     changed = _changed(recipe, table, results)
     lines = [*DIFFERENCES.get(recipe.name, Differences()).words] if table.caption else []
     lines += [f"{setting}: {why}" for setting, why in table.out_of_reach.items()]
-    left = [s for s in recipe.grid.settings if s not in {r["setting"] for r in results}]
+    settings, labels, seeds = (
+        {result[key] for result in results} for key in ("setting", "mechanism", "seed")
+    )
+    left = [name for name in recipe.grid.settings if name not in settings]
     if left:
-        lines.append(f"settings not run: {_some(left)}")
-    left = [m for m in recipe.mechanisms if m not in {r["mechanism"] for r in results}]
+        lines.append(f"settings not run: {', '.join(left)}")
+    left = [name_of(label) for label in recipe.mechanisms if label not in labels]
     if left:
-        lines.append(f"mechanisms not run: {_some(map(name_of, left))}")
-    seeds = {r["seed"] for r in results}
+        lines.append(f"mechanisms not run: {', '.join(left)}")
     if len(seeds) != len(recipe.grid.seeds):
         lines.append(f"seeds: {len(seeds)} instead of {len(recipe.grid.seeds)}")
-    facts = [fact for r in results for fact in r.get("data", {}).get("differences", [])]
+    facts = [fact for run in results for fact in run.get("data", {}).get("differences", [])]
     lines += [f"data: {fact}" for fact in dict.fromkeys(facts)]
     if not lines and not changed:
         return []
-    settings = grid([["setting", "here", of], *changed]) if changed else []
+    keys = grid([["setting", "here", of], *changed]) if changed else []
     points = [*(f"- {line}" for line in lines), ""] if lines else []
-    return [f"Differs from the {of}:", "", *settings, *points]
+    return [f"Differs from the {of}:", "", *keys, *points]
 
 
 def _changed(recipe: Recipe, table: Table, results: list[Result]) -> list[list[str]]:
@@ -319,7 +329,7 @@ def _changed(recipe: Recipe, table: Table, results: list[Result]) -> list[list[s
                     changed[f"`{name}` of the runs before", f"as `{asked['start']['recipe']}`"][
                         value
                     ].append(result)
-            # A key that came later is not known to older results.
+            # Nothing is said of a key that a result does not have.
             elif here is not None or key.startswith(("mechanism", "model", "data.set")):
                 theirs_too = label in printed or not key.startswith("mechanism")
                 told = not table.caption or (theirs_too and key.startswith(_TOLD))
@@ -327,7 +337,11 @@ def _changed(recipe: Recipe, table: Table, results: list[Result]) -> list[list[s
                 if key not in _NO_MATTER:
                     changed[f"`{key}`", there][_value(here)].append(result)
     return [
-        [key, _some(f"{here}{_only_of(runs, results)}" for here, runs in values.items()), wanted]
+        [
+            key,
+            ", ".join(f"{here}{_only_of(runs, results)}" for here, runs in values.items()),
+            wanted,
+        ]
         for (key, wanted), values in changed.items()
     ]
 
@@ -372,13 +386,9 @@ def _only_of(some: list[Result], results: list[Result]) -> str:
         rest = [name for name in every if name not in here]
         if rest:
             short = len(rest) == 1 and len(here) > 1
-            text = f"all but {shown(rest[0])}" if short else _some(map(shown, here))
+            text = f"all but {shown(rest[0])}" if short else ", ".join(map(shown, here))
             names.append((here, text, field))
     for here, text, field in names:  # one of the two may say it all
         if len(some) == sum(result[field] in here for result in results):
             return f" ({text})"
     return f" ({'; '.join(text for _, text, _ in names)})" if names else ""
-
-
-def _some(names: Iterable[str]) -> str:
-    return ", ".join(names)

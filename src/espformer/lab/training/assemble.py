@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 from espformer.lab import data
@@ -132,14 +132,6 @@ class TaskData(LightningDataModule):
         super().__init__()
         self.run, self.task, self.resume, self.least = run, task, resume, least
 
-    def transfer_batch_to_device(
-        self, batch: Any, device: torch.device, dataloader_idx: int
-    ) -> dict[str, Tensor]:
-        return {
-            name: value if value.device == device else value.to(device, non_blocking=True)
-            for name, value in batch.items()
-        }
-
     def train_dataloader(self) -> Loader:
         data = self.run.data
         alike = data.group_by_length or data.max_tokens is not None
@@ -172,7 +164,7 @@ class TaskData(LightningDataModule):
         rank, world = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
         batches = SeededBatches(len(split), seed=self.run.seed, rank=rank, world=world, **options)
         device = None if trainer is None else trainer.strategy.root_device
-        return make_loader(split, batches, self.task.collate, self.run.data.workers, device)
+        return make_loader(split, batches, self.run.data.workers, device)
 
 
 def _lengths(split: Any) -> Sequence[Sequence[int]]:

@@ -4,7 +4,7 @@ So a run that was killed in the middle of an epoch goes on with the examples tha
 run on two devices sees in each step what one device would have seen.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -148,7 +148,7 @@ class SeededBatches(Sampler[list[int]]):
         return [*sizes, count]
 
 
-class ResumableLoader(DataLoader[Any]):
+class _Resumable:
     """A loader whose place is kept by the checkpoint's counters and by its batch sampler."""
 
     def state_dict(self) -> dict[str, int]:
@@ -159,7 +159,11 @@ class ResumableLoader(DataLoader[Any]):
         del state
 
 
-class TensorLoader:
+class ResumableLoader(_Resumable, DataLoader[Any]):
+    """A loader that makes each batch when it is its turn."""
+
+
+class TensorLoader(_Resumable):
     """A loader for a set of tensors: it selects the rows of a batch where the set lies.
 
     On a GPU this queues work and waits for nothing; the order of an epoch goes there in one piece.
@@ -183,31 +187,19 @@ class TensorLoader:
         # first batch.
         return (self.data.batch(rows, share) for rows, share in zip(batches, shares, strict=True))
 
-    def state_dict(self) -> dict[str, int]:
-        """As in :class:`ResumableLoader`."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        del state
-
 
 Loader = ResumableLoader | TensorLoader
 
 
 def make_loader(
-    data: Dataset[Any],
-    batches: SeededBatches,
-    collate: Callable[[list[Any]], Any] | None,
-    workers: int,
-    device: torch.device | None = None,
+    data: Dataset[Any], batches: SeededBatches, workers: int, device: torch.device | None = None
 ) -> Loader:
     """Return a loader over these batches.
 
     Args:
         data: the data set; one of tensors is taken to the device if it fits there well.
         batches: which examples make a batch.
-        collate: makes a batch of examples.
-        workers: processes that do so; 0 is none beside this one.
+        workers: processes that make them; 0 is none beside this one.
         device: where the batches are needed.
     """
     on_gpu = device is not None and device.type == "cuda"
@@ -218,13 +210,18 @@ def make_loader(
     return ResumableLoader(
         data,
         batch_sampler=batches,
-        collate_fn=collate,
+        collate_fn=_as_it_is,
         num_workers=workers,
         pin_memory=on_gpu,
         persistent_workers=workers > 0,
         # Its own generator: making an iterator takes no random number from the training.
         generator=torch.Generator().manual_seed(batches.seed),
     )
+
+
+def _as_it_is(batch: Any) -> Any:
+    """A data set gives whole batches: nothing is left to collate."""
+    return batch
 
 
 def _room(device: torch.device) -> int:

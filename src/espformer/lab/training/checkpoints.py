@@ -21,7 +21,7 @@ def checkpoint_file(path: Path, which: str) -> Path:
     return path / f"{which}.ckpt" if path.is_dir() else path
 
 
-def read_checkpoint(path: Path, *, device: str = "cpu") -> dict[str, Any]:
+def read_checkpoint(path: Path) -> dict[str, Any]:
     """Return a checkpoint of this library; anything else is refused with the reason.
 
     Only tensors and plain values are read: a file that holds code is refused, not run.
@@ -29,7 +29,7 @@ def read_checkpoint(path: Path, *, device: str = "cpu") -> dict[str, Any]:
     if not path.is_file():
         raise RunError(f"{path}: there is no such checkpoint (espformer train writes them)")
     try:
-        checkpoint = torch.load(path, map_location=device, weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, zipfile.BadZipFile, ValueError, OSError) as error:
         raise RunError(
             f"{path}: cannot be read, it is cut off or damaged ({first_line(error)}). Nothing was "
@@ -154,4 +154,4 @@ class Checkpoints(Checkpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best, self.best_epoch = state_dict["best"], state_dict["best_epoch"]
-        self.seconds_before = state_dict.get("seconds")  # older checkpoints do not tell
+        self.seconds_before = state_dict.get("seconds")  # some checkpoints do not tell

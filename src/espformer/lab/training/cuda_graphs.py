@@ -14,32 +14,18 @@ the same too.
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from espformer.lab.errors import RunError
+from espformer.lab.data import Batch
+from espformer.lab.errors import RunError, first_line
 from espformer.lab.recipes.schema import TrainingRun
 from espformer.lab.training.learner import Classifier
 
-Batch = dict[str, Tensor]
-
 # Steps of each shape before it is recorded: kernels compile, workspaces and states are made.
 WARM_UP = 2
-
-
-class Recorder(Protocol):
-    """Records what a function does on the device."""
-
-    def run(self, function: Callable[[], None]) -> None:
-        """Call the function, under the conditions of a recording."""
-
-    def record(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Record the function without executing it, and return a function that replays it."""
-
-    def forget(self) -> None:
-        """Drop what was recorded: it will not be replayed any more."""
 
 
 class CudaRecorder:
@@ -50,6 +36,7 @@ class CudaRecorder:
         self.pool = torch.cuda.graph_pool_handle()
 
     def run(self, function: Callable[[], None]) -> None:
+        """Call the function, under the conditions of a recording."""
         here = torch.cuda.current_stream()
         self.stream.wait_stream(here)
         with torch.cuda.stream(self.stream):
@@ -57,25 +44,26 @@ class CudaRecorder:
         here.wait_stream(self.stream)
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Record the function without executing it, and return a function that replays it."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                 function()
         except RuntimeError as error:
-            first = (str(error).splitlines() or [type(error).__name__])[0]
             raise RunError(
-                f"this training step cannot be recorded as a CUDA graph ({first}): something in "
-                "it waits for the device. Train without it: trainer.cuda_graph=false"
+                f"this training step cannot be recorded as a CUDA graph ({first_line(error)}): "
+                "something in it waits for the device. Train without it: trainer.cuda_graph=false"
             ) from error
         replay: Callable[[], None] = graph.replay
         return replay
 
     def forget(self) -> None:
+        """Drop what was recorded: it will not be replayed any more."""
         # The memory of a pool is given back with its last graph, and the pool with it.
         self.pool = torch.cuda.graph_pool_handle()
 
 
-def make_recorder(device: torch.device) -> Recorder:
+def make_recorder(device: torch.device) -> CudaRecorder:
     """Return the recorder of a device."""
     return CudaRecorder(device)
 
@@ -155,7 +143,7 @@ class StepGraphs:
     """
 
     def __init__(
-        self, step: Callable[[Batch], None], recorder: Recorder, rates: Rates, batch_size: int
+        self, step: Callable[[Batch], None], recorder: CudaRecorder, rates: Rates, batch_size: int
     ) -> None:
         self.step, self.recorder, self.rates = step, recorder, rates
         self.batch_size = batch_size
@@ -226,7 +214,6 @@ class GraphedClassifier(Classifier):
 
     def on_train_epoch_start(self) -> None:
         # After the callbacks, which may have changed the temperature.
-        super().on_train_epoch_start()
         self._graphs.look_at(settings(self.model))
 
     def on_train_end(self) -> None:
@@ -238,18 +225,7 @@ class GraphedClassifier(Classifier):
         return self._loss
 
     def _step(self, batch: Batch) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
-        loss, _ = self.measure("train", batch)
-        # Lightning calls a training step under autocast, which the backward is not to see.
-        with torch.autocast(self.device.type, enabled=False):
-            loss.backward()
-            if self.run.optimizer.clip_norm is not None:
-                groups = self._optimizer.param_groups
-                # In Lightning's order: a norm is a sum, which is rounded in some order.
-                every = [parameter for group in groups for parameter in group["params"]]
-                nn.utils.clip_grad_norm_(every, self.run.optimizer.clip_norm)
-            self._optimizer.step()
-        self._loss.copy_(loss.detach())
+        self._loss.copy_(self.take_step(self._optimizer, batch))
 
     def backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
         """Part of the recorded step."""

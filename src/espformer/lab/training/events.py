@@ -22,7 +22,22 @@ Listener = Callable[[Event], None]
 ENVIRONMENT = "ESPFORMER_EVENTS"
 
 SILENCE_SECONDS = 20.0
-"""After which a log without a progress bar says how far a long epoch is."""
+"""After which a log without a progress bar says how far long work is."""
+
+
+class Lines:
+    """Prints lines; some of them only where nothing was printed for :data:`SILENCE_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._silence = Stopwatch()
+
+    def print(self, line: str) -> None:
+        print(line, flush=True)
+        self._silence.restart()
+
+    def break_silence(self, line: str) -> None:
+        if self._silence.seconds > SILENCE_SECONDS:
+            self.print(line)
 
 
 def listener() -> Listener | None:
@@ -48,11 +63,6 @@ def last_event(path: Path) -> Event:
         return {}
 
 
-def _first(totals: Any) -> float:
-    """Return the number of batches of the only loader, which Lightning has in a list."""
-    return totals[0] if isinstance(totals, list) else totals
-
-
 class ReportProgress(Callback):
     """Tells a listener, and the log of a run without a progress bar, of every epoch.
 
@@ -64,7 +74,7 @@ class ReportProgress(Callback):
 
     def __init__(self, score: str, tell: Listener | None, *, lines: bool) -> None:
         self.score, self.tell, self.lines = score, tell, lines
-        self._epoch, self._silence = Stopwatch(), Stopwatch()
+        self._epoch, self._printed = Stopwatch(), Lines()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._emit(trainer, trainer.current_epoch)
@@ -82,21 +92,19 @@ class ReportProgress(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
         batch_idx: int, dataloader_idx: int = 0,
     ) -> None:  # fmt: skip
-        total = trainer.num_val_batches
-        self._break_silence(trainer, "validation", batch_idx, _first(total))
+        self._break_silence(trainer, "validation", batch_idx, trainer.num_val_batches)
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
         batch_idx: int, dataloader_idx: int = 0,
     ) -> None:  # fmt: skip
-        total = trainer.num_test_batches
-        self._break_silence(trainer, "test", batch_idx, _first(total))
+        self._break_silence(trainer, "test", batch_idx, trainer.num_test_batches)
 
-    def _break_silence(self, trainer: Trainer, what: str, batch_idx: int, total: float) -> None:
-        """Print the progress of a long epoch from time to time."""
-        if self.lines and trainer.is_global_zero and self._silence.seconds > SILENCE_SECONDS:
-            self._silence.restart()
-            print(f"{what}, batch {batch_idx + 1}/{total}", flush=True)
+    def _break_silence(self, trainer: Trainer, what: str, batch_idx: int, totals: Any) -> None:
+        """Print the progress of a long epoch from time to time; Lightning may list totals."""
+        if self.lines and trainer.is_global_zero:
+            total = totals[0] if isinstance(totals, list) else totals
+            self._printed.break_silence(f"{what}, batch {batch_idx + 1}/{total}")
 
     def report_epoch(self, trainer: Trainer) -> None:
         """Tell what came out of an epoch; the learner calls this once its means are logged."""
@@ -110,8 +118,7 @@ class ReportProgress(Callback):
         if self.lines and trainer.is_global_zero:
             numbers = (f"{name} {value:.4f}" for name, value in named.items())
             epoch = f"epoch {done}/{trainer.max_epochs}"
-            print(", ".join([epoch, *numbers, f"{seconds:.1f} s"]), flush=True)
-            self._silence.restart()
+            self._printed.print(", ".join([epoch, *numbers, f"{seconds:.1f} s"]))
 
     def _emit(self, trainer: Trainer, epoch: int, **more: Any) -> None:
         if self.tell is not None and trainer.is_global_zero:

@@ -30,6 +30,7 @@ from rich.progress import (
 
 from espformer.lab.errors import RunError
 from espformer.lab.files import tail
+from espformer.lab.machine import cores
 from espformer.lab.recipes.build import build_mechanism
 from espformer.lab.recipes.recipe import Recipe
 from espformer.lab.recipes.schema import Run, TimingRun, TrainingRun
@@ -107,23 +108,32 @@ def plan(
     for run in recipe.runs(seeds, overrides, only):
         needs = []
         if isinstance(run, TrainingRun) and run.start is not None and run.start.recipe is not None:
-            shared = [t for t in overrides if t.startswith(_SHARED) and not t.startswith(_APART)]
+            shared = [
+                text
+                for text in overrides
+                if text.startswith(_SHARED) and not text.startswith(_APART)
+            ]
             shared += run.start.overrides or []
             before = start_run(run, shared)
-            job = _job(before, str(run.start.recipe), output, shared)
+            job = _train_job(before, str(run.start.recipe), output, shared)
             jobs.setdefault(job.directory, job)
             needs.append(job.directory)
-        job = _job(run, source, output, overrides)
+        job = _train_job(run, source, output, overrides)
         job.needs = needs
         jobs[job.directory] = job
     return list(jobs.values())
 
 
-def _job(run: Run, source: str, output: Path, overrides: Sequence[str]) -> Job:
+def _train_job(run: Run, source: str, output: Path, overrides: Sequence[str]) -> Job:
     arguments = [
         *("train", source, "--mechanism", run.label, "--setting", run.setting),
         *("--seed", str(run.seed), "--output", str(output), "--no-progress", *overrides),
     ]
+    return make_job(run, output, arguments)
+
+
+def make_job(run: Run, output: Path, arguments: list[str]) -> Job:
+    """Return the job of a run, unless its directory holds a run with other settings."""
     directory = run_directory(output, run)
     check_same(run, directory)
     return Job(run, directory, arguments)
@@ -152,54 +162,46 @@ def do_all(
         launcher: starts a run; a fork where that can be, unless given.
     """
     waiting = [job for job in jobs if job.state != "finished"]
+    trained = [job.run for job in waiting if isinstance(job.run, TrainingRun)]
     alone = at_once > 1 and any(isinstance(job.run, TimingRun) for job in waiting)
     at_once = 1 if alone else min(at_once, max(1, len(waiting)))
     console.print(
         f"{len(jobs)} runs: {len(jobs) - len(waiting)} finished before, {len(waiting)} to do, "
         f"{at_once} at once" + (" (what is timed is timed alone)" if alone else "")
     )
-    if _share_without_mps(waiting, at_once):
+    if _share_without_mps(trained, at_once):
         console.print(
             "runs that share a GPU take turns, slowly: call nvidia-cuda-mps-control -d before them",
             soft_wrap=True,
         )
     if launcher is None:
-        launcher = _launcher(waiting, at_once)
-        _prepare_data(waiting, console)
+        launcher = _launcher(trained, at_once) if waiting else processes.by_command
+        _prepare_data(trained, console)
     return _Board(jobs, seed_by_seed(waiting), at_once, console, launcher).work()
 
 
-def _share_without_mps(waiting: list[Job], at_once: int) -> bool:
+def _share_without_mps(runs: list[TrainingRun], at_once: int) -> bool:
     """Whether processes will take turns on a card, for want of NVIDIA's Multi-Process Service."""
     cards = torch.cuda.device_count()
-    on_gpu = any(
-        isinstance(job.run, TrainingRun) and job.run.trainer.accelerator != "cpu" for job in waiting
-    )
+    on_gpu = any(run.trainer.accelerator != "cpu" for run in runs)
     pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
     return on_gpu and 0 < cards < at_once and not pipes.exists()
 
 
-def _launcher(waiting: list[Job], at_once: int) -> Launch:
+def _launcher(runs: list[TrainingRun], at_once: int) -> Launch:
     """Several devices are Lightning's to start, and it starts the same command again."""
-    several = any(
-        isinstance(job.run, TrainingRun) and job.run.trainer.devices > 1 for job in waiting
-    )
-    if several or not waiting or not processes.suited():
+    if any(run.trainer.devices > 1 for run in runs) or not processes.suited():
         return processes.by_command
     processes.prepare_fork(_environment(0, at_once))
     return processes.forked
 
 
-def _prepare_data(waiting: list[Job], console: Console) -> None:
+def _prepare_data(runs: list[TrainingRun], console: Console) -> None:
     """Read each data set once, which fills its cache: sixteen runs would do the same at once."""
-    seen = set()
+    different = {f"{run.data.set}{run.data.directory}{run.seed}": run for run in runs}
     with console.status("preparing the data"):
-        for job in waiting:
-            if isinstance(job.run, TrainingRun):
-                key = f"{job.run.data.set}{job.run.data.directory}{job.run.seed}"
-                if key not in seen:
-                    seen.add(key)
-                    load_task(job.run)
+        for run in different.values():
+            load_task(run)
 
 
 def seed_by_seed(waiting: list[Job]) -> list[Job]:
@@ -356,9 +358,8 @@ def _environment(slot: int, at_once: int) -> dict[str, str]:
     cards = torch.cuda.device_count()
     if cards > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
         environment["CUDA_VISIBLE_DEVICES"] = str(slot % cards)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     # MKL asks its own variable first: what the user said to OpenMP holds for all.
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (cores or 1) // at_once)))
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // at_once)))
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         environment[name] = os.environ.get(name, threads)
     return environment

@@ -16,10 +16,8 @@ head that is trained together with the encoder would give softmax more training 
 A logistic regression is convex: it has one solution, no seed, and leaves the encoder alone.
 """
 
-import dataclasses
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +29,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from espformer.integrations import calibrate
-from espformer.lab.clock import Stopwatch
 from espformer.lab.data import Task
 from espformer.lab.errors import ConfigError, RunError, nearest
 from espformer.lab.files import new_directory, write_atomically
+from espformer.lab.machine import pick_device
 from espformer.lab.recipes.build import build_mechanism
 from espformer.lab.recipes.recipe import Recipe
 from espformer.lab.recipes.schema import FinetuneRun, Grid
 from espformer.lab.recipes.yaml_schema import Origins, Spec, parse, read_text
 from espformer.lab.training.annealing import AnnealByStep
-from espformer.lab.training.events import SILENCE_SECONDS
+from espformer.lab.training.events import Lines
 from espformer.lab.training.learner import MARK, Classifier
 from espformer.lab.training.pretrained import (
     head_for,
@@ -49,8 +47,7 @@ from espformer.lab.training.pretrained import (
     weights_info,
 )
 
-TASKS = ("tweeteval", "imdb")
-# Tokens kept of a text: no tweet is longer, and two of three reviews are shorter.
+# Tasks, and the tokens kept of a text: no tweet is longer, and two of three reviews are shorter.
 MAX_LENGTH = {"tweeteval": 128, "imdb": 256}
 # Enough that a calibration does not learn them by heart in some hundred steps.
 CALIBRATION_TEXTS = 1024
@@ -76,27 +73,6 @@ def read_attentions(texts: Sequence[str]) -> dict[str, Spec]:
     return attentions
 
 
-@dataclass(frozen=True, kw_only=True)
-class Experiment(Recipe):
-    """An experiment that a command line asks for, as a recipe: for tables of its results."""
-
-    made: dict[tuple[str, str], FinetuneRun] = dataclasses.field(default_factory=dict)
-    """A run for each attention and learning rate."""
-
-    def run(
-        self,
-        mechanism: str | None = None,
-        setting: str | None = None,
-        seed: int | None = None,
-        overrides: Sequence[str] = (),
-    ) -> FinetuneRun:
-        """Return one run of the experiment; the arguments are those of a recipe."""
-        label = self.default_mechanism if mechanism is None else mechanism
-        setting = next(iter(self.grid.settings)) if setting is None else setting
-        seed = self.grid.seeds[0] if seed is None else seed
-        return dataclasses.replace(self.made[label, setting], seed=seed)
-
-
 def make_experiment(
     model: str,
     task: str,
@@ -112,64 +88,55 @@ def make_experiment(
     data_dir: str | None,
     examples: int | None,
     calibration_steps: int | None = None,
-) -> Experiment:
-    """Return every attention with every learning rate and every seed, equal in all else."""
-    if task not in TASKS:
-        raise ConfigError(f"--task {task}: {nearest(task, TASKS)}")
+) -> Recipe:
+    """Every attention with every learning rate and every seed, equal in all else, as a recipe."""
+    if task not in MAX_LENGTH:
+        raise ConfigError(f"--task {task}: {nearest(task, MAX_LENGTH)}")
     name = Path(model.rstrip("/")).name
     calibrated = calibration_steps is not None
-    recipe = f"finetune-{name}-{task}{'-calibrated' if calibrated else ''}"
-    origins = Origins("the command line")
-    common = {
-        "recipe": recipe,
-        "task": "finetuning",
-        "seed": seeds[0],
-        "data": {
-            "set": {task: {} if examples is None else {"examples": examples}},
-            "batch_size": batch_size,
-            "eval_batch_size": 256,
-            "directory": data_dir,
-        },
-        "model": {
-            "pretrained": {
-                "path": model,
-                "max_length": MAX_LENGTH[task] if max_length is None else max_length,
-            }
-        },
-        "trainer": {"epochs": epochs, "precision": precision, "attention_statistics": False},
-        "calibration_steps": calibration_steps,
-    }
-    made = {}
-    for rate in rates:
-        optimizer = {"name": "adamw", "learning_rate": rate, "weight_decay": 0.01, "clip_norm": 1.0}
-        for label, spec in attentions.items():
-            mechanism = build_mechanism(spec)
-            sorts = mechanism.has_sort_temperature
-            # A hard forward needs no falling temperature: two ways to one end.
-            hard = any(getattr(module, "straight_through", 0) for module in mechanism.modules())
-            own = {
-                "mechanism": spec.plain(),
-                "label": label,
-                "setting": _setting(rate),
-                "optimizer": optimizer,
-                "harden": sorts,
-                "anneal_to": anneal_to if sorts and not hard else None,
-            }
-            made[label, _setting(rate)] = parse(FinetuneRun, common | own, origins)
-    return Experiment(
-        name=recipe,
+    experiment = Recipe(
+        name=f"finetune-{name}-{task}{'-calibrated' if calibrated else ''}",
         title=f"Fine-tuning {name} on {task}: other attentions in a model trained with softmax"
         + (", calibrated first" if calibrated else ""),
-        task="classification",
+        task="finetuning",
         default_mechanism=next(iter(attentions)),
         mechanisms=attentions,
-        grid=Grid(seeds=list(seeds), settings={_setting(rate): {} for rate in rates}),
-        made=made,
+        grid=Grid(
+            seeds=list(seeds),
+            settings={f"lr {rate:g}": {"optimizer.learning_rate": rate} for rate in rates},
+            adjust={label: _sharpening(spec, anneal_to) for label, spec in attentions.items()},
+        ),
+        sections={
+            "data": {
+                "set": {task: {} if examples is None else {"examples": examples}},
+                "batch_size": batch_size,
+                "eval_batch_size": 256,
+                "directory": data_dir,
+            },
+            "model": {
+                "pretrained": {
+                    "path": model,
+                    "max_length": MAX_LENGTH[task] if max_length is None else max_length,
+                }
+            },
+            "optimizer": {"name": "adamw", "weight_decay": 0.01, "clip_norm": 1.0},
+            "trainer": {"epochs": epochs, "precision": precision, "attention_statistics": False},
+            "calibration_steps": calibration_steps,
+        },
+        origins=Origins("the command line"),
     )
+    experiment.runs(seeds=seeds[:1])  # mistakes are told before work is done
+    return experiment
 
 
-def _setting(rate: float) -> str:
-    return f"lr {rate:g}"
+def _sharpening(spec: Spec, anneal_to: float | None) -> dict[str, Any]:
+    """Return what runs of an attention that sorts do beside the others."""
+    mechanism = build_mechanism(spec)
+    if not mechanism.has_sort_temperature:
+        return {}
+    # A hard forward needs no falling temperature: two ways to one end.
+    hard = any(getattr(module, "straight_through", 0) for module in mechanism.modules())
+    return {"harden": True, "anneal_to": None if hard else anneal_to}
 
 
 def head_file(output: Path, run: FinetuneRun) -> Path:
@@ -192,15 +159,10 @@ def fit_shared_head(run: FinetuneRun, output: Path) -> Path:
             )
         return path
     with new_directory(path.parent):
-        head = head_for(run, load_texts(run), _device())
+        head = head_for(run, load_texts(run), pick_device())
     write_atomically(path, save({name: x.contiguous() for name, x in head.items()}))
     write_atomically(note, json.dumps(said, indent=1) + "\n")
     return path
-
-
-def _device() -> torch.device:
-    """The device of the work that is done before Lightning has chosen one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def warm_up_and_decay(step: int, steps: int, warmup: float) -> float:
@@ -251,12 +213,17 @@ class FinetuneLearner(Classifier):
         if self.run.mechanism == Spec("softmax"):
             return {**told, "before": 0.0, "after": 0.0, "seconds": 0.0}
         model: Any = self.model
-        device = _device()
+        device = pick_device()
         model.encoder.to(device)
         batches = calibration_batches(task, self.run.data.batch_size, self.run.seed, device)
         print(f"calibrating on {CALIBRATION_TEXTS} training texts, {steps} steps", flush=True)
+        lines = Lines()
+
+        def progress(step: int, steps: int, loss: float) -> None:
+            lines.break_silence(f"calibration, step {step}/{steps}, loss {loss:.4f}")
+
         found = calibrate(
-            model.encoder, batches, steps=steps, seed=self.run.seed, progress=_say_sometimes()
+            model.encoder, batches, steps=steps, seed=self.run.seed, progress=progress
         )
         model.encoder.cpu()
         print(found, flush=True)
@@ -285,7 +252,6 @@ class FinetuneLearner(Classifier):
         return {"scheduler": factor, "interval": "step"}
 
     def on_test_epoch_start(self) -> None:
-        super().on_test_epoch_start()
         self.confusion = None
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -323,15 +289,3 @@ def calibration_batches(
         ids, mask = batch["inputs"].to(device), batch["mask"].to(device)
         batches.append({"input_ids": ids, "attention_mask": mask.long()})
     return batches
-
-
-def _say_sometimes() -> Callable[[int, int, float], None]:
-    """Return what prints the loss of a calibration now and then."""
-    watch = Stopwatch()
-
-    def say(step: int, steps: int, loss: float) -> None:
-        if watch.seconds > SILENCE_SECONDS:
-            watch.restart()
-            print(f"calibration, step {step}/{steps}, loss {loss:.4f}", flush=True)
-
-    return say

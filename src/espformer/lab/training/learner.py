@@ -188,9 +188,6 @@ class Learner(LightningModule):
             self.means_of["train"].load(self._summed, self.device)
             self._summed = None
 
-    def on_train_epoch_start(self) -> None:
-        self.means_of["train"].reset()
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         step = self.trainer.fit_loop.total_batch_idx
         seed = mix_seed(self.run.seed, step, self.global_rank)
@@ -207,24 +204,20 @@ class Learner(LightningModule):
             if isinstance(callback, ReportProgress):
                 callback.report_epoch(self.trainer)
 
-    def on_validation_epoch_start(self) -> None:
-        self.means_of["valid"].reset()
-
     def on_validation_epoch_end(self) -> None:
         self._log_means("valid")
-
-    def on_test_epoch_start(self) -> None:
-        self.means_of["test"].reset()
 
     def on_test_epoch_end(self) -> None:
         self._log_means("test")
 
     def _log_means(self, stage: str) -> None:
+        """Log the means of an epoch, and begin anew for the next one."""
         world, strategy = self.trainer.world_size, self.trainer.strategy
         reduce = None if world == 1 else lambda sums: strategy.reduce(sums, reduce_op="sum")
         for name, value in self.means_of[stage].means(reduce).items():
             if name in ("loss", self.score):
                 self.log(f"{stage}/{name}", value, prog_bar=stage != "test")
+        self.means_of[stage].reset()
 
     def log_loss(self, loss: Tensor) -> None:
         """Log the loss of every few steps; reading every loss would synchronise the device."""
@@ -240,6 +233,19 @@ class Learner(LightningModule):
         local = torch.as_tensor(count, device=loss.device, dtype=dtype)
         total = self.trainer.strategy.reduce(local.clone(), reduce_op="sum")
         return loss * (world * local / total)
+
+    def take_step(self, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
+        """Do a whole training step without Lightning, under the caller's autocast."""
+        optimizer.zero_grad(set_to_none=True)
+        loss, _ = self.measure("train", batch)
+        with torch.autocast(self.device.type, enabled=False):
+            loss.backward()
+            if self.run.optimizer.clip_norm is not None:
+                # In Lightning's order: a norm is a sum, which is rounded in some order.
+                every = [weight for group in optimizer.param_groups for weight in group["params"]]
+                nn.utils.clip_grad_norm_(every, self.run.optimizer.clip_norm)
+            optimizer.step()
+        return loss.detach()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         epoch, batch = self.position

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from torch import nn
 
 from espformer.lab.data import Task
@@ -23,7 +22,7 @@ from espformer.lab.training.assemble import TaskData, load_task, load_weights, m
 from espformer.lab.training.checkpoints import checkpoint_file, read_checkpoint
 from espformer.lab.training.events import Listener
 from espformer.lab.training.learner import MARK, Learner
-from espformer.lab.training.trainer import execute, make_trainer, score_percent
+from espformer.lab.training.trainer import Scores, execute, make_trainer
 from espformer.nn import ESP, set_sort_temperature
 from espformer.nn import harden as harden_model
 
@@ -66,18 +65,19 @@ def evaluate(
         raise RunError(f"{file}: {run.mechanism} has no sort to change")
     if hard and sort_temperature is not None:
         raise RunError("an exact sort has no temperature: give --hard or --sort-temperature")
-    learner, data, trainer = _ready(run, file, data_directory, progress)
+    scores = _ready(run, file, data_directory, progress)
+    model = scores.learner.model
     if sort_temperature is not None:
-        if _is_hard(learner.model):
+        if _is_hard(model):
             raise RunError(f"{file}: sorts exactly, a temperature would change nothing; {_SOFT}")
         try:
-            set_sort_temperature(learner.model, sort_temperature)
+            set_sort_temperature(model, sort_temperature)
         except ValueError as error:
             raise RunError(str(error)) from None
     if hard:
-        harden_model(learner.model)
-    score = score_percent(trainer.test(learner, datamodule=data, verbose=False)[0], "test", learner)
-    return {"checkpoint": str(file), "score": learner.score, "test": score}
+        harden_model(model)
+    scores.test("test")
+    return {"checkpoint": str(file), "score": scores.learner.score, **scores.scores}
 
 
 def anneal(
@@ -100,16 +100,13 @@ def anneal(
         raise RunError(f"{file}: {run.mechanism} has no sort temperature to anneal")
     if epochs < 1:
         raise RunError(f"epochs must be at least 1, got {epochs}: t falls before each of them")
-    data = run.data
-    if data_directory is not None:
-        data = dataclasses.replace(data, directory=data_directory)
+    run = _with_data(run, data_directory)
     try:
         optimizer = run.optimizer
         if learning_rate is not None:
             optimizer = dataclasses.replace(optimizer, learning_rate=learning_rate)
         annealed = dataclasses.replace(
             run,
-            data=data,
             optimizer=optimizer,
             schedule=Schedule(),
             trainer=dataclasses.replace(
@@ -140,24 +137,19 @@ def harden(
         raise RunError(f"{file}: {run.mechanism} has no sort to harden")
     check_directory(file.parent, file.stat().st_size)
     with lock(file.parent / LOCK, wait=False):
-        learner, data, trainer = _ready(run, file, data_directory, progress)
-        if _is_hard(learner.model):
+        scores = _ready(run, file, data_directory, progress)
+        if _is_hard(scores.learner.model):
             raise RunError(f"{file}: sorts exactly already; {_SOFT}")
-        soft = score_percent(
-            trainer.test(learner, datamodule=data, verbose=False)[0], "test", learner
-        )
-        harden_model(learner.model)
-        hard = score_percent(
-            trainer.test(learner, datamodule=data, verbose=False)[0], "test", learner
-        )
+        scores.test("soft")
+        harden_model(scores.learner.model)
+        scores.test("hard")
         target = file.parent / "hard.ckpt"
-        trainer.save_checkpoint(target, weights_only=True)
+        scores.trainer.save_checkpoint(target, weights_only=True)
         results = {
             "checkpoint": str(file),
             "hard_checkpoint": str(target),
-            "score": learner.score,
-            "soft": soft,
-            "hard": hard,
+            "score": scores.learner.score,
+            **scores.scores,
             **run_conditions(),
         }
         write_atomically(file.parent / "hard.json", json.dumps(results, indent=1) + "\n")
@@ -172,16 +164,22 @@ def restore(
     run: TrainingRun, file: Path, data_directory: str | None
 ) -> tuple[TrainingRun, Task, Learner]:
     """Return a run with its data, which may be elsewhere now, and the model of a checkpoint."""
-    if data_directory is not None:
-        run = dataclasses.replace(run, data=dataclasses.replace(run.data, directory=data_directory))
+    run = _with_data(run, data_directory)
     task = load_task(run)
     learner = make_learner(run, task)
     load_weights(learner.model, read_checkpoint(file)["state_dict"], str(file))
     return run, task, learner
 
 
+def _with_data(run: TrainingRun, directory: str | None) -> TrainingRun:
+    if directory is None:
+        return run
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, directory=directory))
+
+
 def _ready(
     run: TrainingRun, file: Path, data_directory: str | None, progress: bool | None
-) -> tuple[Learner, TaskData, Trainer]:
+) -> Scores:
+    """Return what scores the model of a checkpoint on the test data."""
     run, task, learner = restore(run, file, data_directory)
-    return learner, TaskData(run, task), make_trainer(run, None, progress=progress)
+    return Scores(make_trainer(run, None, progress=progress), learner, TaskData(run, task))

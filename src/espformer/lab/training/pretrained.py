@@ -6,29 +6,26 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from espformer.integrations import convert
-from espformer.lab.clock import Stopwatch
 from espformer.lab.data import Task, TensorSet, imdb, tweeteval
 from espformer.lab.data.base import hold_out
-from espformer.lab.data.files import DataError, Files, Source, find, sha256
-from espformer.lab.data.reading import read_labels, read_table, read_texts
-from espformer.lab.errors import RunError
+from espformer.lab.data.files import DataError, find, sha256
+from espformer.lab.data.text import Texts
+from espformer.lab.errors import RunError, in_one_line
 from espformer.lab.recipes.build import build_mechanism
 from espformer.lab.recipes.recipe import run_from_plain
 from espformer.lab.recipes.schema import FinetuneRun
 from espformer.lab.recipes.yaml_schema import Spec
 from espformer.lab.training.assemble import load_weights
 from espformer.lab.training.checkpoints import checkpoint_file, read_checkpoint
-from espformer.lab.training.events import SILENCE_SECONDS
+from espformer.lab.training.events import Lines
 from espformer.lab.training.learner import MARK
 
 # Weight of ½‖W‖² beside the mean cross-entropy of standardised features.
 HEAD_PENALTY = 1e-3
-SOURCES: dict[str, tuple[Source, list[str]]] = {
-    "tweeteval": (tweeteval.SOURCE, tweeteval.NAMES),
-    "imdb": (imdb.SOURCE, ["negative", "positive"]),
-}
+TEXTS: dict[str, Any] = {"tweeteval": tweeteval, "imdb": imdb}
 # Where the published set has no validation split: this share of the training texts.
 HELD_OUT = 0.04
 
@@ -70,7 +67,7 @@ def load_encoder(path: str) -> nn.Module:
         model: nn.Module = AutoModel.from_pretrained(path, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise RunError(
-            f"{path}: no model of transformers could be loaded: {_short(error)}"
+            f"{path}: no model of transformers could be loaded: {in_one_line(error)}"
         ) from None
     pooler = getattr(model, "pooler", None)
     if isinstance(pooler, nn.Module):
@@ -86,7 +83,7 @@ def load_tokenizer(path: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path)
         embedded = getattr(AutoConfig.from_pretrained(path), "vocab_size", 0)
     except (OSError, ValueError) as error:
-        raise RunError(f"{path}: no tokenizer could be loaded: {_short(error)}") from None
+        raise RunError(f"{path}: no tokenizer could be loaded: {in_one_line(error)}") from None
     # Where its files are missing transformers makes one of special tokens alone, and every word is
     # unknown. Embeddings may have some rows more than there are tokens, to be a round number.
     if 2 * len(tokenizer) < embedded:
@@ -96,10 +93,6 @@ def load_tokenizer(path: str) -> Any:
             f"AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained({path!r})"
         )
     return tokenizer
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 def make_classifier(run: FinetuneRun, classes: int) -> PooledClassifier:
@@ -138,23 +131,19 @@ def load_classifier(directory: str | Path, which: str = "last") -> PooledClassif
 
 
 @torch.no_grad()
-def pooled_features(
-    model: PooledClassifier, data: TensorSet, device: torch.device, batch_size: int = 256
-) -> Tensor:
+def pooled_features(model: PooledClassifier, data: TensorSet, device: torch.device) -> Tensor:
     """``(examples, width)`` on the CPU; texts of like length share a batch."""
     model = model.to(device).eval()
     assert data.lengths is not None
     order = torch.argsort(data.lengths, stable=True)
     features = torch.empty(len(data), model.head.in_features)
-    watch, done = Stopwatch(), 0
-    for rows in order.split(batch_size):
+    lines, done = Lines(), 0
+    for rows in order.split(256):
         batch = data.batch(rows)
         found = model.pool(batch["inputs"].to(device), batch["mask"].to(device))
         features[rows] = found.float().cpu()
         done += len(rows)
-        if watch.seconds > SILENCE_SECONDS:
-            watch.restart()
-            print(f"features of {done:,} of {len(data):,} texts", flush=True)
+        lines.break_silence(f"features of {done:,} of {len(data):,} texts")
     return features
 
 
@@ -210,11 +199,15 @@ def load_texts(run: FinetuneRun) -> Task:
 
     They are the same for every seed, which decides about batches alone.
     """
-    source, names = SOURCES[run.data.set.name]
+    texts = TEXTS[run.data.set.name]
+    source, names = texts.SOURCE, texts.NAMES
     tokenizer = load_tokenizer(run.path)
     try:
         files = find(source, run.data.directory)
-        sets = {split: _read(files, split, names, run, tokenizer) for split in source.splits}
+        sets = {
+            split: _encoded(texts.read(files, split), tokenizer, run.max_length)
+            for split in source.splits
+        }
     except (DataError, OSError, ImportError) as error:
         raise RunError(str(error)) from error
     found = {split: len(data) for split, data in sets.items()}
@@ -248,25 +241,12 @@ def load_texts(run: FinetuneRun) -> Task:
     )
 
 
-def _read(
-    files: Files, split: str, names: list[str], run: FinetuneRun, tokenizer: Any
-) -> TensorSet:
-    paths: tuple[Path, ...] = files.splits[split]
-    table = read_table(paths, {"text": ("text",), "label": ("label",)})
-    texts = read_texts(table, "text", paths)
-    if files.source.name == "imdb":
-        texts = [text.replace("<br />", " ") for text in texts]
-    labels = read_labels(table["label"], len(names), paths)
-    ids = tokenizer(texts, truncation=True, max_length=run.max_length)["input_ids"]
-    return TensorSet(*_padded(ids, labels, tokenizer.pad_token_id or 0))
-
-
-def _padded(ids: list[list[int]], labels: Tensor, padding: int) -> tuple[Tensor, Tensor, Tensor]:
-    lengths = torch.tensor([len(row) for row in ids])
-    inside = torch.arange(int(lengths.max())) < lengths[:, None]
-    padded = torch.full(inside.shape, padding, dtype=torch.int32)
-    padded[inside] = torch.tensor([token for row in ids for token in row], dtype=torch.int32)
-    return padded, labels, lengths
+def _encoded(split: Texts, tokenizer: Any, max_length: int) -> TensorSet:
+    texts, labels = split
+    ids = tokenizer(texts, truncation=True, max_length=max_length)["input_ids"]
+    rows = [torch.tensor(row, dtype=torch.int32) for row in ids]
+    padded = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id or 0)
+    return TensorSet(padded, labels, torch.tensor([len(row) for row in ids]))
 
 
 def _some(data: TensorSet, count: int) -> TensorSet:

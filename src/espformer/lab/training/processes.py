@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -33,22 +32,29 @@ _PRELOAD = (
 )
 
 
-class Process(Protocol):
-    """The process of a run, as far as the board asks it."""
+@dataclass
+class Forked:
+    """A forked process, with the methods of :class:`subprocess.Popen` that a board calls."""
+
+    process: BaseProcess
 
     def poll(self) -> int | None:
-        """Its exit status, negative for a signal, or None while it runs."""
+        return self.process.exitcode
 
     def terminate(self) -> None:
-        """Ask it to stop, which it does after its step."""
+        self.process.terminate()
 
     def kill(self) -> None:
-        """Stop it."""
+        self.process.kill()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; raises :class:`subprocess.TimeoutExpired`."""
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired("run", timeout or 0.0)
+        return self.process.exitcode
 
 
+Process = subprocess.Popen[bytes] | Forked
 Launch = Callable[[Sequence[str], Path, dict[str, str]], Process]
 """Starts `espformer` with arguments, a log file and environment variables."""
 
@@ -90,27 +96,7 @@ def forked(arguments: Sequence[str], log: Path, environment: dict[str, str]) -> 
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=_work, args=(list(arguments), str(log), environment))
     process.start()
-    return _Forked(process)
-
-
-@dataclass
-class _Forked:
-    process: BaseProcess
-
-    def poll(self) -> int | None:
-        return self.process.exitcode
-
-    def terminate(self) -> None:
-        self.process.terminate()
-
-    def kill(self) -> None:
-        self.process.kill()
-
-    def wait(self, timeout: float | None = None) -> int:
-        self.process.join(timeout)
-        if self.process.exitcode is None:
-            raise subprocess.TimeoutExpired("run", timeout or 0.0)
-        return self.process.exitcode
+    return Forked(process)
 
 
 def _work(arguments: list[str], log: str, environment: dict[str, str]) -> None:

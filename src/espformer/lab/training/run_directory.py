@@ -15,8 +15,8 @@ from espformer.lab.recipes.yaml_schema import plain
 
 # Where descriptions hold the arguments that were given, and no others.
 _GIVEN = (("mechanism",), ("model",), ("data", "set"))
-# Defaults for old runs that do not state these keys.
-_FORMER = (("temperature_unit", "absolute"), ("slicer", "axis"))
+# What a description means that does not state these keys.
+_UNSAID = (("temperature_unit", "absolute"), ("slicer", "axis"))
 # Keys that may differ between two attempts at one run: they change only where it is computed.
 WHERE = (
     ("data", "workers"), ("data", "directory"), ("trainer", "accelerator"), ("trainer", "devices"),
@@ -96,16 +96,16 @@ def differences(asked: dict[str, Any], there: dict[str, Any]) -> str:
 def changes(asked: dict[str, Any], there: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Key path, value asked for and value there of all that matters and differs.
 
-    A switch that is off is the same as none, as in runs that are older than it; but not in
-    arguments, of which only those are written down that were given. Runs that are older than the
-    unit of temperatures say none, and had absolute ones along the axes.
+    A description without a switch means that it is off; but not in arguments, of which only those
+    are written down that were given. One without a unit of temperatures, or without a slicer, means
+    absolute temperatures along the axes.
     """
     ours, theirs = _flat(asked), _flat(there)
 
     def value(of: dict[tuple[str, ...], Any], key: tuple[str, ...]) -> Any:
         off = of.get(key) is False and not any(key[: len(part)] == part for part in _GIVEN)
-        former = (key[-1], of.get(key)) in _FORMER if key else False
-        return None if off or former else of.get(key)
+        unsaid = (key[-1], of.get(key)) in _UNSAID if key else False
+        return None if off or unsaid else of.get(key)
 
     return [
         (".".join(key), ours.get(key), theirs.get(key))
@@ -117,7 +117,11 @@ def changes(asked: dict[str, Any], there: dict[str, Any]) -> list[tuple[str, Any
 def _flat(value: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
     if not isinstance(value, dict) or not value:
         return {path: value}
-    return {k: v for key, part in value.items() for k, v in _flat(part, (*path, key)).items()}
+    return {
+        place: item
+        for key, part in value.items()
+        for place, item in _flat(part, (*path, key)).items()
+    }
 
 
 def is_first_process() -> bool:
@@ -130,14 +134,14 @@ def is_first_process() -> bool:
 def read_curves(directory: Path) -> dict[str, dict[int, float]]:
     """Logged numbers of a run by name and epoch; of repeated epochs the last attempt counts."""
     curves: dict[str, dict[int, float]] = defaultdict(dict)
-    for path in sorted((directory / "logs").glob("attempt-*/metrics.csv"), key=_attempt):
+    files = {
+        int(path.parent.name.rpartition("-")[2]): path
+        for path in (directory / "logs").glob("attempt-*/metrics.csv")
+    }
+    for _, path in sorted(files.items()):
         with open(path, newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 for name, text in row.items():
                     if name not in ("epoch", "step") and text and row.get("epoch"):
                         curves[name][int(float(row["epoch"]))] = float(text)
     return dict(curves)
-
-
-def _attempt(path: Path) -> int:
-    return int(path.parent.name.rpartition("-")[2])

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
 
 from espformer.lab.clock import Stopwatch, interleaved_seconds, seconds_per_call
-from espformer.lab.data import Task
+from espformer.lab.data import Batch, Task
 from espformer.lab.errors import RunError, UserError
-from espformer.lab.machine import device_name
+from espformer.lab.machine import device_name, pick_device
 from espformer.lab.recipes.build import build_mechanism
 from espformer.lab.recipes.schema import Run, TimingRun, TrainingRun
 from espformer.lab.recipes.yaml_schema import Spec, plain
@@ -46,7 +45,7 @@ def time_mechanism(run: TimingRun) -> dict[str, Any]:
         raise RunError(
             "accelerator=gpu: there is no GPU here; accelerator=auto takes what there is"
         )
-    device = _device(run.accelerator)
+    device = pick_device(run.accelerator)
     layer = Attention(run.dim, run.heads, build_mechanism(run.mechanism))
     layer = layer.to(device, _DTYPES[run.precision])
     shape = (run.batch_size, run.tokens, run.dim)
@@ -75,11 +74,6 @@ def time_mechanism(run: TimingRun) -> dict[str, Any]:
         "device": device_name(device),
         "seconds": sum(times) / 1000,
     }
-
-
-def _device(accelerator: str) -> torch.device:
-    on_gpu = accelerator != "cpu" and torch.cuda.is_available()
-    return torch.device("cuda" if on_gpu else "cpu")
 
 
 class Throughput(Callback):
@@ -181,9 +175,7 @@ def in_this_thread() -> contextlib.AbstractContextManager[None]:
     return torch.autograd.set_multithreading_enabled(False)
 
 
-def _training_step(
-    run: TrainingRun, task: Task, device: torch.device
-) -> Callable[[dict[str, Tensor]], None]:
+def _training_step(run: TrainingRun, task: Task, device: torch.device) -> Callable[[Batch], None]:
     """Make a function that does a whole training step on a batch, as the run does it."""
     eager = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, cuda_graph=False))
     learner = make_learner(eager, task).to(device)
@@ -194,15 +186,9 @@ def _training_step(
     optimizer = learner.configure_optimizers()["optimizer"]
     mixed = precision.endswith("-mixed")
 
-    def step(batch: dict[str, Tensor]) -> None:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(device.type, torch.bfloat16) if mixed else contextlib.nullcontext():
-            loss, _ = learner.measure("train", batch)
-        with in_this_thread():
-            loss.backward()
-        if run.optimizer.clip_norm is not None:
-            nn.utils.clip_grad_norm_(learner.model.parameters(), run.optimizer.clip_norm)
-        optimizer.step()
+    def step(batch: Batch) -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=mixed), in_this_thread():
+            learner.take_step(optimizer, batch)
 
     if not run.trainer.cuda_graph:
         return step
@@ -211,7 +197,7 @@ def _training_step(
     return cuda_graphs.StepGraphs(step, recorder, rates, run.data.batch_size)
 
 
-def _batch(task: Task, rows: Any, device: torch.device) -> dict[str, Tensor]:
+def _batch(task: Task, rows: Any, device: torch.device) -> Batch:
     examples: Any = task.train
     return {name: value.to(device) for name, value in examples.batch(rows).items()}
 
@@ -331,7 +317,7 @@ def _seconds_per_example(run: TrainingRun, task: Task) -> float | str:
 
     Of sentence pairs it is the time per token of a batch as the training has them.
     """
-    device = _device(run.trainer.accelerator)
+    device = pick_device(run.trainer.accelerator)
     eager = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, cuda_graph=False))
     train = _training_step(eager, task, device)
     examples: Any = task.train

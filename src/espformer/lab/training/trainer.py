@@ -149,14 +149,15 @@ def _train(
             (directory / "anneal").rename(directory / f"anneal-before-{former}")
     task = load_task(run)
     learner = make_learner(run, task)
-    learner.begin(output or directory.parents[3], task, fresh=position is None)
+    output = output or directory.parents[3]
+    learner.begin(output, task, fresh=position is None)
     if position is None and run.start is not None:
-        _begin_with(run, learner, directory, output)
+        _begin_with(run, learner, output)
     trainer = make_trainer(
         run, directory, progress=progress, callbacks=learner.callbacks(), tell=tell
     )
     data = TaskData(run, task, position or (0, 0), least=_least_examples(learner.model))
-    scores = _Scores(trainer, learner, data)
+    scores = Scores(trainer, learner, data)
     scores.before_training(directory / "start.json", fresh=position is None)
     watch = Stopwatch()
     _fit(trainer, learner, scores.data, None if position is None else last)
@@ -214,7 +215,7 @@ def _fit(trainer: Trainer, learner: Learner, data: TaskData, checkpoint: Path | 
         raise RunError(f"the device ran out of memory: try {advice}") from error
 
 
-class _Scores:
+class Scores:
     """Measures scores on the test data and keeps them by name, with macro recalls if there are."""
 
     def __init__(self, trainer: Trainer, learner: Learner, data: TaskData) -> None:
@@ -227,7 +228,7 @@ class _Scores:
             self.learner, datamodule=self.data, verbose=False, ckpt_path=checkpoint,
             weights_only=True,
         )  # fmt: skip
-        self.scores[name] = score_percent(found[0], "test", self.learner)
+        self.scores[name] = self._percent(found[0], "test")
         if "test/recall" in found[0]:
             self.recalls[name] = 100 * float(found[0]["test/recall"])
 
@@ -239,7 +240,7 @@ class _Scores:
         if f"valid/{self.learner.score}" not in self.trainer.callback_metrics:
             # Stopped after the last epoch.
             self.trainer.validate(self.learner, datamodule=self.data, verbose=False)
-        self.scores["valid"] = score_percent(self.trainer.callback_metrics, "valid", self.learner)
+        self.scores["valid"] = self._percent(self.trainer.callback_metrics, "valid")
 
     def before_training(self, path: Path, *, fresh: bool) -> None:
         """Score the first weights: measured once, and kept in a file for a run that goes on."""
@@ -248,7 +249,7 @@ class _Scores:
             return
         if not fresh and path.exists():
             kept = json.loads(path.read_text(encoding="utf-8"))
-            # Older runs of recipes kept a single number.
+            # Some files have the score of the start alone.
             self.scores |= kept["scores"] if "scores" in kept else {"start": kept["score"]}
             self.recalls |= kept.get("macro_recall", {})
             return
@@ -262,6 +263,11 @@ class _Scores:
         if self.trainer.is_global_zero:
             kept = {"scores": self.scores, "macro_recall": self.recalls}
             write_atomically(path, json.dumps(kept) + "\n")
+
+    def _percent(self, metrics: Mapping[str, Any], stage: str) -> float:
+        """Return the score of an evaluation in percent (BLEU is one already)."""
+        value = float(metrics[f"{stage}/{self.learner.score}"])
+        return 100 * value if self.learner.score == "accuracy" else value
 
 
 def _compare_throughput(run: TrainingRun, task: Task, trainer: Trainer) -> dict[str, Any] | None:
@@ -364,12 +370,6 @@ def _training_callbacks(run: TrainingRun, directory: Path, score: str) -> list[C
     return callbacks
 
 
-def score_percent(metrics: Mapping[str, Any], stage: str, learner: Learner) -> float:
-    """Return the score of an evaluation, "valid" or "test", in percent (BLEU is one already)."""
-    value = float(metrics[f"{stage}/{learner.score}"])
-    return 100 * value if learner.score == "accuracy" else value
-
-
 def _position(last: Path, run: TrainingRun) -> tuple[int, int]:
     """The position of the run in a checkpoint; one of another run is refused."""
     said = read_checkpoint(last)[MARK]
@@ -379,14 +379,14 @@ def _position(last: Path, run: TrainingRun) -> tuple[int, int]:
     return said["position"]["epoch"], said["position"]["batch"]
 
 
-def _begin_with(run: TrainingRun, learner: Learner, directory: Path, output: Path | None) -> None:
+def _begin_with(run: TrainingRun, learner: Learner, output: Path) -> None:
     """Fill the model with the weights that the run starts from."""
     assert run.start is not None
     if run.start.checkpoint is not None:
         path = Path(run.start.checkpoint)
     else:
         before = start_run(run)
-        path = run_directory(output or directory.parents[3], before) / "last.ckpt"
+        path = run_directory(output, before) / "last.ckpt"
         if read_results(path.parent) is None:
             raise RunError(
                 f"this run starts from another one that is not finished: {path.parent}. Do it "

@@ -72,7 +72,6 @@ class Translator(Learner):
         self._translate(batch)
 
     def on_validation_epoch_start(self) -> None:
-        super().on_validation_epoch_start()
         self._hypotheses = []
         done, every = self.current_epoch + 1, self.run.decode_every or DECODE_EVERY
         last = self.trainer.max_epochs
@@ -81,7 +80,6 @@ class Translator(Learner):
         self._searches = done % every == 0 or last is None or follows > last
 
     def on_test_epoch_start(self) -> None:
-        super().on_test_epoch_start()
         self._hypotheses = []
 
     def on_validation_epoch_end(self) -> None:
