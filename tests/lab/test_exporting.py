@@ -35,7 +35,7 @@ def call(*arguments) -> str:
 def digits(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs")
     call("train", "digits", "--no-progress", "--output", out, *SMALL)
-    return out / "digits" / "default" / "espformer" / "seed-0"
+    return out / "digits" / "default" / "espformer-default" / "seed-0"
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ examples:
 Finished runs are kept: repeating the command only rewrites the page."""
 
 LABELS = (
-    "transformer", "difftransformer", "sinkformer", "espformer-spread", "espformer-paper",
+    "transformer", "difftransformer", "sinkformer", "espformer-default", "espformer-paper",
     "espformer-learnt",
 )  # fmt: skip
 ANNEALING_EPOCHS = 10

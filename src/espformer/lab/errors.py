@@ -17,11 +17,25 @@ class RunError(UserError):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """`did you mean 'epochs'?` where one is close, else the list to choose from."""
+    """`did you mean 'epochs'?` where one is close, else the list to choose from.
+
+    A key is also close to its last part and to its initials.
+
+    Example:
+        >>> nearest("epoch", ["data.batch_size", "trainer.epochs"])
+        "did you mean 'trainer.epochs'?"
+        >>> nearest("lr", ["name", "learning_rate"])
+        "did you mean 'learning_rate'?"
+    """
     known = sorted(set(choices))
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    ends = {key.rpartition(".")[2]: key for key in reversed(known)}
+    initials = {
+        "".join(part[0] for part in end.split("_")): ends[end] for end in ends if "_" in end
+    }
+    names = initials | ends | {key: key for key in known}
+    close = [word] if word in initials else difflib.get_close_matches(word, names, 1, 0.6)
     if close:
-        return f"did you mean '{close[0]}'?"
+        return f"did you mean '{names[close[0]]}'?"
     return f"choose from {', '.join(known)}" if known else "nothing is expected here"
 
 

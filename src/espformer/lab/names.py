@@ -12,7 +12,6 @@ NAMES = {
     "espformer-default": "default ESP",
     "espformer-default-high-rate": "default ESP at the higher rate",
     "espformer-axes": "default ESP along all axes",
-    "espformer-spread": "default ESP",
     "espformer-learnt": "ESP, learnt t",
     "espformer-balanced": "balanced ESP",
     "espformer-soft": "softer ESP",

@@ -90,9 +90,9 @@ def test_version():
 def test_the_life_of_a_model(tmp_path):
     out = tmp_path / "runs"
     text = call("train", "digits", "--output", out, *SMALL)
-    assert "espformer: accuracy test" in text
+    assert "espformer-default: accuracy test" in text
     assert "samples/s" in text
-    run = out / "digits" / "default" / "espformer" / "seed-0"
+    run = out / "digits" / "default" / "espformer-default" / "seed-0"
     assert str(run) in text.replace("\n", "")
     assert "finished before" in call("train", "digits", "--output", out, *SMALL)
     assert "test: " in call("evaluate", run, "--checkpoint", "best")

@@ -84,7 +84,7 @@ def test_unknown_recipe_names_the_nearest():
         ("trainer.epochs.more=1", r"trainer.epochs is 2, it has no keys of its own"),
         ("trainer.epochs", r"write it as key.path=value"),
         ("=3", r"write it as key.path=value"),
-        ("mechanism.softmax.scale=1", r"expected one name.* got esp and softmax"),
+        ("mechanism.softmax.scale=1", r"got esp and softmax; .* chosen by --mechanism"),
         ("mechanism.metric=squared", r"argument of esp is written mechanism\.esp\.metric=\.\.\."),
         ("grid.seeds=[1]", r"an override is about one run"),
         ("data.batch_size=0", r"data: batch_size must be > 0, got 0"),
@@ -94,6 +94,8 @@ def test_unknown_recipe_names_the_nearest():
         ("trainer.precision=bf17", r"trainer.precision: got 'bf17'"),
         ("data.set={digits: [1]}", r"data.set.digits: expected arguments and values, got a list"),
         ("seed=3", r"seed: unknown key"),
+        ("epochs=3", r"unknown key 'epochs', did you mean 'trainer.epochs'"),
+        ("optimizer.lr=1e-3", r"unknown key 'lr', did you mean 'learning_rate'"),
     ],
 )
 def test_bad_overrides(recipe, override, expected):

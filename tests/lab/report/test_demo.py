@@ -38,7 +38,7 @@ def test_all_have_the_same_budget_and_those_that_sort_are_annealed(runs):
     assert {run.results["epochs"] for run in runs.values()} == {2}
     assert {run.results["steps"] for run in runs.values()} == {6}
     annealed = {label for label, run in runs.items() if run.annealed}
-    assert annealed == {"espformer-spread", "espformer-paper", "espformer-learnt"}
+    assert annealed == {"espformer-default", "espformer-paper", "espformer-learnt"}
     ratio = runs["espformer-paper"].annealed.temperatures[0] / 1e-3
     assert ratio == pytest.approx(demo.FACTOR**2)
 

@@ -31,7 +31,7 @@ app = typer.Typer(
     help="Doubly-stochastic attention through Expected Sliced Transport Plans: train, anneal and "
     "harden models, and reproduce the experiments of the paper.",
     epilog="Start with: [bold]espformer train digits[/]  (a minute on a laptop, no download). "
-    "Then [bold]espformer harden runs/digits/default/espformer/seed-0[/].",
+    "Then [bold]espformer harden runs/digits/default/espformer-default/seed-0[/].",
 )
 
 

@@ -46,7 +46,7 @@ def export(
 
     Examples:
 
-      espformer export runs/digits/default/espformer/seed-0
+      espformer export runs/digits/default/espformer-default/seed-0
 
       espformer export runs/finetune-NAME-tweeteval/lr-0.0001/esp/seed-0
 

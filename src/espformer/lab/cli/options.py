@@ -65,6 +65,9 @@ def whole_numbers(option: str, text: str) -> list[int]:
         [0, 1, 2]
     """
     try:
-        return [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
+        if min(numbers) >= 0:
+            return numbers
     except ValueError:
-        raise ConfigError(f"{option}: expected numbers such as 0,1,2, got '{text}'") from None
+        pass
+    raise ConfigError(f"{option}: expected numbers such as 0,1,2, got '{text}'")

@@ -54,9 +54,9 @@ def plot(
 
       espformer plot softness results/mnist-hypotheses.json
 
-      espformer plot attention runs/digits/default/espformer/seed-0 --example 3
+      espformer plot attention runs/digits/default/*/seed-0 --example 3
 
-      espformer plot runs/digits/default/espformer/seed-0
+      espformer plot runs/digits/default/espformer-default/seed-0
 
       espformer plot digits --to digits.pdf
     """

@@ -14,8 +14,9 @@ def report(
     to: Annotated[Path, typer.Option("--to", help="The page to write.")] = Path("report.html"),
     title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
     examples: Annotated[
-        str, typer.Option(help="Indices of the test examples to show.")
-    ] = "0,1,2,3,4,5",
+        str | None,
+        typer.Option(help="Indices of the test examples to show; by default the first six."),
+    ] = None,
     data_dir: DataDirectory = None,
 ) -> None:
     """Write one HTML page about trained runs: curves, attention maps, softness, slices, plans.
@@ -25,7 +26,7 @@ def report(
 
     Examples:
 
-      espformer report runs/digits/default/espformer/seed-0
+      espformer report runs/digits/default/espformer-default/seed-0
 
       espformer report runs/digits/default/*/seed-0 --examples 7,8
     """
@@ -39,7 +40,7 @@ def report(
         from espformer.lab.report.inspection import open_run
     except ModuleNotFoundError as error:
         raise UserError(f"the page needs {how_to_install(error.name, 'train,plots')}") from None
-    places = whole_numbers("--examples", examples)
+    places = None if examples is None else whole_numbers("--examples", examples)
     opened = [open_run(path, data_dir) for path in runs]
     command = shlex.join(["espformer", *sys.argv[1:]])
     print(write_page(opened, to, command=command, title=title, examples=places))

@@ -37,7 +37,10 @@ def train(
             help="Setting of the recipe, such as '2000 images'; by default the first.",
         ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed; by default the recipe's first.")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, max=2**32 - 1, help="Seed; by default the recipe's first."),
+    ] = None,
     output: Output = Path("runs"),
     progress: ShowProgress = None,
 ) -> None:
@@ -84,9 +87,9 @@ def evaluate(
 
     Examples:
 
-      espformer evaluate runs/digits/default/espformer/seed-0
+      espformer evaluate runs/digits/default/espformer-default/seed-0
 
-      espformer evaluate runs/digits/default/espformer/seed-0 --hard
+      espformer evaluate runs/digits/default/espformer-default/seed-0 --hard
     """
     from espformer.lab.cli.display import print_mapping
     from espformer.lab.training import posttrain
@@ -126,7 +129,7 @@ def anneal(
 
     Example:
 
-      espformer anneal runs/digits/default/espformer/seed-0 --epochs 10
+      espformer anneal runs/digits/default/espformer-default/seed-0 --epochs 10
     """
     from espformer.lab.cli.display import print_results
     from espformer.lab.training import posttrain
@@ -153,7 +156,7 @@ def harden(
 
     Example:
 
-      espformer harden runs/digits/default/espformer/seed-0
+      espformer harden runs/digits/default/espformer-default/seed-0
     """
     from espformer.lab.cli.display import print_mapping
     from espformer.lab.training import posttrain

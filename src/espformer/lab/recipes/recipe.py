@@ -2,10 +2,10 @@
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from espformer.lab.errors import ConfigError, nearest
 from espformer.lab.recipes.build import (
@@ -93,7 +93,7 @@ class Recipe(Head):
             said.append(key)
         _stretch(raw, planned, said)
         kind = _KINDS[self.task]
-        _check_keys(raw, _run_keys(kind), {"mechanism"}, origins)
+        _check_keys(raw, kind, {"mechanism"}, origins)
         seed = self.grid.seeds[0] if seed is None else seed
         identity = {"recipe": self.name, "label": label, "setting": setting, "seed": seed}
         run = parse(kind, {"task": self.task, **raw, **identity}, origins)
@@ -148,7 +148,7 @@ def load_recipe(name: str | Path) -> Recipe:
         hint = "this key is missing" if task is None else f"got {task!r}"
         raise origins.error(("task",), f"{hint}, {nearest(str(task), _TASKS)}")
     sections = {key: value for key, value in raw.items() if key not in head_keys}
-    _check_keys(sections, _run_keys(_KINDS[task]), head_keys, origins)
+    _check_keys(sections, _KINDS[task], head_keys, origins)
     head = parse(Head, {key: value for key, value in raw.items() if key in head_keys}, origins)
     said = {**vars(head), "note": head.note.strip()}
     recipe = Recipe(name=path.stem, sections=sections, origins=origins, **said)
@@ -179,12 +179,27 @@ def _run_keys(kind: type[Run]) -> set[str]:
     return {f.name for f in fields(kind)} - {*_IDENTITY, "task"}
 
 
-def _check_keys(raw: dict[str, Any], own: set[str], others: set[str], origins: Origins) -> None:
+def _check_keys(raw: dict[str, Any], kind: type[Run], others: set[str], origins: Origins) -> None:
     """Refuse a key that neither a run nor what is written beside it has."""
-    known = own | others
+    known = _run_keys(kind) | others
     for key in raw:
         if key not in known:
-            raise origins.error((str(key),), f"unknown key '{key}', {nearest(str(key), known)}")
+            hint = nearest(str(key), known)
+            if "did you mean" not in hint:  # perhaps it is a key within a section
+                within = nearest(str(key), known | _section_keys(kind))
+                hint = within if "did you mean" in within else hint
+            raise origins.error((str(key),), f"unknown key '{key}', {hint}")
+
+
+def _section_keys(kind: type[Run]) -> set[str]:
+    """Keys within the sections that every run has: trainer.epochs and the like."""
+    types = get_type_hints(kind)
+    return {
+        f"{section}.{f.name}"
+        for section in _run_keys(kind)
+        if is_dataclass(types[section])
+        for f in fields(types[section])
+    }
 
 
 def _override(raw: dict[str, Any], key: str, value: Any, origins: Origins, place: str) -> None:

@@ -209,6 +209,8 @@ def _parse_spec(raw: Any, origins: Origins, path: KeyPath) -> Spec:
         names = " and ".join(map(str, raw)) or "nothing"
         where = ".".join(map(str, (*path, *raw)))
         hint = f"; an argument of {next(iter(raw))} is written {where}=..." if len(raw) == 2 else ""
+        if hint and path == ("mechanism",):
+            hint += ", and another row of the recipe is chosen by --mechanism"
         message = f"expected one name, {{name: {{argument: value}}}}, got {names}{hint}"
         raise origins.error(path, message)
     name, arguments = next(iter(raw.items()))

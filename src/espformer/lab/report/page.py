@@ -58,7 +58,7 @@ def write_page(
     *,
     command: str,
     title: str | None = None,
-    examples: Sequence[int] = (0, 1, 2, 3, 4, 5),
+    examples: Sequence[int] | None = None,
 ) -> Path:
     """Write the page of some runs.
 
@@ -67,7 +67,7 @@ def write_page(
         path: the file to write.
         command: what made it, for its last section.
         title: of the page; made of the data set unless given.
-        examples: places in the test data of the inputs to show.
+        examples: places in the test data of the inputs to show; by default the first six.
     """
     refuse_directory(path, "report.html")
     page = make_page(runs, command=command, title=title, examples=examples)
@@ -83,15 +83,16 @@ def make_page(
     *,
     command: str,
     title: str | None = None,
-    examples: Sequence[int] = (0, 1, 2, 3, 4, 5),
+    examples: Sequence[int] | None = None,
 ) -> str:
     """Return the page as text."""
     if not 1 <= len(runs) <= MOST_RUNS:
         raise RunError(f"a page shows 1 to {MOST_RUNS} runs, got {len(runs)}")
     size = len(runs[0].task.test)  # type: ignore[arg-type]
-    shown = [index for index in examples if index < size]
-    if not shown:
-        raise RunError(f"no test example {', '.join(map(str, examples))}: they are 0 to {size - 1}")
+    shown = range(min(size, 6)) if examples is None else examples
+    missing = [str(index) for index in shown if not 0 <= index < size]
+    if missing or not shown:
+        raise RunError(f"no test example {', '.join(missing)}: they are 0 to {size - 1}")
     summaries = [summarise(run) for run in runs]
     curves, charts = sections.curves(runs)
     attention = attention_content(runs, shown)
