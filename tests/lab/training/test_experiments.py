@@ -151,7 +151,7 @@ class Deaf:
 
 
 def test_an_interrupt_waits_once_for_all(jobs, monkeypatch):
-    monkeypatch.setattr(experiments, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(experiments, "_PATIENCE_SECONDS", 1.0)
     made = []
 
     def launcher(*arguments):
@@ -169,7 +169,7 @@ def test_an_interrupt_waits_once_for_all(jobs, monkeypatch):
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         do_all(jobs, 3, QUIET, launcher)
-    assert time.monotonic() - began < 1.4, "not half a second for each"
+    assert time.monotonic() - began < 2.8, "not a second for each"
     assert [run.killed for run in made] == [True] * 3
 
 
