@@ -60,6 +60,12 @@ def test_throughput_beside_softmax(recipe, tmp_path, capsys, label):
     assert f"{100 * own / softmax:.0f} % of the {softmax:,.0f} of softmax attention" in printed
 
 
+def test_throughput_of_batches_that_hold_all_examples(recipe, tmp_path):
+    overrides = ["trainer.compare_throughput=true", "trainer.epochs=1", "data.batch_size=5000"]
+    results = execute(recipe.run("espformer", overrides=overrides), tmp_path, progress=False)
+    assert results["throughput"]["batch_size"] == results["data"]["sizes"]["train"] < 5000
+
+
 def test_measuring_throughput_changes_nothing(recipe, tmp_path):
     for name in ("true", "false"):
         overrides = [f"trainer.compare_throughput={name}", "harden=true"]

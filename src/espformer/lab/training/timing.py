@@ -132,7 +132,8 @@ def compare_with_softmax(run: TrainingRun, task: Task, device: torch.device) -> 
     """
     both = [run, dataclasses.replace(run, mechanism=Spec("softmax", {}))]
     examples: Any = task.train
-    batch = _batch(task, torch.arange(run.data.batch_size) % len(examples), device)
+    size = min(run.data.batch_size, len(examples))
+    batch = _batch(task, torch.arange(size), device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         steps = [partial(_training_step(one, task, device), batch) for one in both]
     counts = []
@@ -141,7 +142,6 @@ def compare_with_softmax(run: TrainingRun, task: Task, device: torch.device) -> 
             step()
         counts.append(max(1, int(SECONDS_OF_A_ROUND / seconds_per_call(step, device))))
     times = interleaved_seconds(steps, ROUNDS, device=device, warm_up=0, counts=counts)
-    size = run.data.batch_size
     own, softmax = (size / seconds for seconds in times)
     return {
         "samples_per_second": own,
