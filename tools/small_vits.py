@@ -39,7 +39,7 @@ from espformer.models import VisionTransformer
 from espformer.nn import ESP, Mechanism, Softmax
 
 TRAIN, TEST = 6_000, 4_000  # images
-EPOCHS, BATCH = 3, 100
+BATCH = 100
 DIM = 64  # of the tokens, and of all heads together
 HEADS = 16  # unless the name of a variant begins with another number
 
@@ -79,7 +79,7 @@ MECHANISMS: dict[str, Callable[[], Mechanism]] = {
 }
 
 
-def learn(name: str, seed: int, data_dir: str | None) -> tuple[list[float], float]:
+def learn(name: str, seed: int, epochs: int, data_dir: str | None) -> tuple[list[float], float]:
     """Return the test accuracy in percent after every epoch, and the largest slice weight."""
     heads = int(name[0]) if name[0].isdigit() else HEADS
     task = load("mnist", data_dir=data_dir)
@@ -93,7 +93,7 @@ def learn(name: str, seed: int, data_dir: str | None) -> tuple[list[float], floa
     draw = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(train.inputs), generator=draw)[:TRAIN]
     found = []
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         model.train()
         for rows in chosen[torch.randperm(TRAIN, generator=draw)].split(BATCH):
             loss = F.cross_entropy(model(_images(train.inputs[rows])), train.labels[rows])
@@ -124,11 +124,12 @@ def main() -> None:
     )
     parser.add_argument("--data-dir", help="where mnist/ lies")
     parser.add_argument("--seeds", default="0,1,2,3", help="separated by commas (%(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--only", action="append", choices=list(MECHANISMS), help="default: all")
     options = parser.parse_args()
     for seed in map(int, options.seeds.split(",")):
         for name in options.only or MECHANISMS:
-            scores, weight = learn(name, seed, options.data_dir)
+            scores, weight = learn(name, seed, options.epochs, options.data_dir)
             after = ", ".join(f"{score:.1f}" for score in scores)
             print(f"seed {seed} {name}: {after} (slice weight {weight:.3f})", flush=True)
 
