@@ -118,7 +118,7 @@ def select(
     modes: str | None = None,
     shrink: int = 1,
 ) -> list[Case]:
-    """The cases of a suite with other sizes, or some of them.
+    """Return the cases of a suite that were asked for, with other sizes if these were given.
 
     Raises:
         ValueError: an unknown name, or nothing left.

@@ -91,6 +91,6 @@ def _read(files: Files, split: str, points: int, names: dict[str, None]) -> Tens
 
 
 def _standardised(clouds: Tensor) -> Tensor:
-    """Mean 0 and deviation 1 over all coordinates of a cloud."""
+    """Give each cloud mean 0 and deviation 1 over all its coordinates."""
     mean = clouds.mean((1, 2), keepdim=True)
     return (clouds - mean) / clouds.std((1, 2), keepdim=True, correction=0).clamp(min=1e-12)

@@ -59,7 +59,7 @@ def attention_content(runs: Sequence[Trained], examples: Sequence[int]) -> dict[
 
 
 def _heads(matrices: Tensor) -> list[dict[str, Any]]:
-    """Heads whose matrices differ: a pair of differential heads has one matrix."""
+    """Describe the matrix of each head; equal ones in a row (differential heads) are one."""
     groups: list[list[int]] = []
     for head, matrix in enumerate(matrices):
         if groups and torch.equal(matrices[groups[-1][0]], matrix):
@@ -137,7 +137,7 @@ def _matrix(matrix: Tensor) -> dict[str, Any]:
 
 
 def _encode(matrices: Sequence[dict[str, Any]]) -> float:
-    """A byte for each cell: 128 is zero, and the root of the weight is what is shown.
+    """Encode each cell in a byte: the root of its weight, with zero at 128.
 
     Returns the peak of all of them, to which weights are relative.
     """

@@ -163,7 +163,7 @@ def _navigation(sorts: bool) -> str:
 
 
 def _json(data: dict[str, Any]) -> str:
-    """JSON that no text inside can end: the script element closes at `</`."""
+    """Write JSON without `</`, which would end the script element that it stands in."""
     return json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
 
 
