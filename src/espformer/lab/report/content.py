@@ -45,6 +45,7 @@ def attention_content(runs: Sequence[Trained], examples: Sequence[int]) -> dict[
     shown = [runs[0].example(index) for index in examples]
     maps = [[_heads(state.matrices(example)[-1]) for _, state in states] for example in shown]
     matrices = [matrix for row in maps for heads in row for matrix in heads]
+    negative = any(float(matrix["cells"].min()) < -1e-6 for matrix in matrices)
     peak = _encode(matrices)
     tokens = states[0][1].matrices(shown[0])[-1].shape[-1]
     return {
@@ -55,6 +56,7 @@ def attention_content(runs: Sequence[Trained], examples: Sequence[int]) -> dict[
         "examples": [_described(example) for example in shown],
         "maps": maps,
         "peak": peak,
+        "negative": negative,
     }
 
 

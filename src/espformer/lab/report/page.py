@@ -113,9 +113,7 @@ def make_page(
         "training": same if len(runs) > 1 and len(budgets) == 1 else "",
         "legend": sections.legend(runs),
         "curves": curves,
-        "negative": ", negative weights in the other colour"
-        if any(run.run.mechanism.name == "differential" for run in runs)
-        else "",
+        "negative": ", negative weights in the other colour" if attention["negative"] else "",
         "softness": _SOFTNESS.format(count=scored, dashed=dashed) if sorts else "",
         "slices": _SLICES.format(slices=sections.slices(runs, shown[0])) if sorts else "",
         "plans": sections.plans(),
