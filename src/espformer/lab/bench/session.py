@@ -10,7 +10,7 @@ from typing import Any
 
 from espformer.lab.bench.cases import TOLERANCES, Case, Measurement
 from espformer.lab.bench.measure import run_cases
-from espformer.lab.bench.suites import SUITES, pick_device, select
+from espformer.lab.bench.suites import SUITES, device_of, select
 from espformer.lab.bench.tables import (
     COLUMNS,
     VERDICT_COLUMNS,
@@ -43,7 +43,7 @@ def run(
     Raises:
         ValueError: an option that does not say what it should.
     """
-    where = pick_device(device)
+    where = device_of(device)
     chosen = {suite: select(suite, **choice) for suite in suites or ["quick"]}
     arguments = sys.argv[2:] if program[-1] == "bench" else sys.argv[1:]
     good = True

@@ -15,7 +15,7 @@ from torch import Tensor
 from espformer.lab.errors import RunError
 from espformer.lab.plots.clouds import sum_errors
 from espformer.lab.report.inspection import Example, Frame, Trained
-from espformer.lab.report.summary import name_of, short
+from espformer.lab.report.summary import heading_of, short
 
 # Sort temperatures of the slider, softest first; the trained one is put among them.
 SWEEP = tuple(10 ** (-half / 2) for half in range(11))
@@ -37,10 +37,10 @@ def attention_content(runs: Sequence[Trained], examples: Sequence[int]) -> dict[
     states: list[tuple[str, Trained]] = []
     colours: list[int] = []
     for colour, run in enumerate(runs):
-        states.append((name_of(run.label), run))
+        states.append((heading_of(run.label), run))
         last = run.annealed or run
         if "hard" in last.results["scores"]:
-            states.append((f"{name_of(run.label)}, hard", last.hardened()))
+            states.append((f"{heading_of(run.label)}, hard", last.hardened()))
         colours += [colour] * (len(states) - len(colours))
     shown = [runs[0].example(index) for index in examples]
     maps = [[_heads(state.matrices(example)[-1]) for _, state in states] for example in shown]
@@ -83,7 +83,7 @@ def softness_content(runs: Sequence[Trained], index: int) -> tuple[list[dict[str
     """
     found = []
     states = [
-        (colour, name_of(run.label) + ending, state)
+        (colour, heading_of(run.label) + ending, state)
         for colour, run in enumerate(runs)
         for ending, state in (("", run), (", annealed", run.annealed))
         if run.sorts and state is not None
