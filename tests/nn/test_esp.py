@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 from espformer import functional
 from espformer.nn import ESP, Attention, FrozenSlicer, LearnableSlicer, Softmax
-from espformer.ops.esp.options import OPTIONS, ESPOptions, Options
+from espformer.ops.esp.options import (
+    COMPARED_OPTIONS,
+    OPTIONS,
+    SAVED_OPTIONS,
+    ESPOptions,
+    Options,
+)
 
 HEADS, WIDTH = 2, 6
 
@@ -218,6 +224,17 @@ def test_weights_of_other_options_are_told():
         former = saved.state_dict()
         former["mechanism._extra_state"] = former["mechanism._extra_state"][:5]
         layer.load_state_dict(former)  # saved before other options were compared
+
+
+def test_states_hold_options_by_position():
+    """A state of today keeps its meaning if options are added at the end, as they must be."""
+    saved = ESP(**{name: OTHERS[name] for name in COMPARED_OPTIONS})
+    state = [0.4, 1.0, 0.25, 1.0, 1.0, -1.0, 2.0, 1.0, 1.0, 1.0, 2.0, 0.7]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        saved.set_extra_state(torch.tensor(state, dtype=torch.float64))
+    for name in (*SAVED_OPTIONS[:5], *COMPARED_OPTIONS[:6]):
+        assert getattr(saved, name) == OTHERS[name], name
 
 
 def test_few_slices_unless_told():

@@ -121,7 +121,7 @@ def train_all(output: Path, quick: bool, console: Console) -> list[Path]:
 
 
 def show_table(console: Console, rows: Sequence[Any]) -> None:
-    """One row for each attention: what it scores, how its sums come out, what it costs."""
+    """Print a row for each attention: its score, the errors of its sums, and its cost."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

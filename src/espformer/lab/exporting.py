@@ -188,7 +188,7 @@ def _transformers(path: Path) -> Exportable:
 
 
 def _part_of_transformers(name: str, raw: dict[str, Any]) -> Any:
-    """A class that transformers has and does not show, such as the encoder of BART."""
+    """Find a class that transformers does not export, such as the encoder of BART."""
     family = str(raw.get("model_type", "")).replace("-", "_")
     with contextlib.suppress(ImportError):
         module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
@@ -206,7 +206,7 @@ def _has_entry(raw: Any) -> bool:
 
 
 def _load(kind: Any, path: Path, *, converted: bool) -> nn.Module:
-    """A saved model without parts that have no saved weights: a pooler that was left out stays out.
+    """Load a saved model; a pooler that was left out when it was saved stays out.
 
     transformers makes such parts anew, with random weights, and says so in a table.
     """
@@ -274,7 +274,7 @@ def export_model(
 
 @contextlib.contextmanager
 def _replacing(path: Path, suffix: str) -> Iterator[Path]:
-    """A file of the same name in a directory of its own, moved to `path` when the block ends well.
+    """Yield a file to write in a directory of its own; it replaces `path` when the block ends well.
 
     The graph of a large model has its weights in a file beside it, whose name it knows.
     """

@@ -127,9 +127,6 @@ def test_point_clouds_without_chance_keep_their_points():
     same = PointCloudAugment(scale=(1.0, 1.0), shift=0.0, dropout=0.0)(clouds, seeded(0))
     assert not torch.equal(same, clouds)  # shuffled
     assert torch.equal(same.sort(1).values, clouds.sort(1).values)
-    noisy = PointCloudAugment((1.0, 1.0), shift=0.0, jitter=0.01, dropout=0.0)(clouds, seeded(0))
-    moved = (noisy.sort(1).values - clouds.sort(1).values).abs().max()
-    assert 0 < moved <= 0.02 + 1e-6
 
 
 def test_rotation_about_z_keeps_norms():
@@ -145,7 +142,7 @@ def test_rotation_about_z_keeps_norms():
     assert angle.abs().max() > 0.05 * torch.pi
 
 
-@pytest.mark.parametrize("module", [PointCloudAugment(jitter=0.01), RotateScale()])
+@pytest.mark.parametrize("module", [PointCloudAugment(), RotateScale()])
 def test_point_clouds_are_determined_by_the_seed(module):
     clouds = torch.randn(4, 32, 3)
     assert torch.equal(module(clouds, seeded(3)), module(clouds, seeded(3)))

@@ -107,6 +107,11 @@ def test_a_matrix_survives_its_encoding():
     torch.testing.assert_close(torch.tensor(made["columns"]), matrix.sum(-2), rtol=0, atol=6e-4)
 
 
+def test_negative_weights_are_told_whatever_the_mechanism():
+    assert not content_of(torch.eye(4))[0]["negative"]
+    assert content_of(torch.eye(4), torch.eye(4) - 0.5)[0]["negative"]
+
+
 def test_large_matrices_are_shown_by_means():
     _, (made,) = content_of(torch.eye(300))
     assert made["shape"] == [96, 96]

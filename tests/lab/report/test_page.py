@@ -183,6 +183,7 @@ def test_one_file_that_needs_no_other(page):
     assert "@import" not in text
     assert "{{" not in text.partition('<script type="application/json"')[0]
     assert len(text) < 1_500_000
+    assert "shown by its root, negative weights in the other colour." in text
 
 
 def test_numbers_of_the_page_are_those_of_the_runs(page, runs):
@@ -210,6 +211,7 @@ def test_text_from_outside_cannot_become_markup(runs):
 def test_a_page_of_one_run_without_a_sort(runs):
     made = page_module.make_page([runs["transformer"]], command="x", examples=[0])
     assert 'id="softness"' not in made
+    assert "negative weights" not in made
     assert "One model on digits" in made
     with pytest.raises(RunError, match="1 to 8 runs"):
         page_module.make_page([runs["transformer"]] * 9, command="x")

@@ -96,7 +96,7 @@ def _checked_and_timed(
 
 
 def calling(attention: Attention, inputs: Sequence[Tensor], backward: bool) -> Callable[[], object]:
-    """The call that is timed: the output, or the gradients too."""
+    """Return the call that is timed: it computes the output, or the gradients too."""
     query, key, value, upstream = inputs
     if not backward:
 
@@ -111,7 +111,7 @@ def calling(attention: Attention, inputs: Sequence[Tensor], backward: bool) -> C
 
 
 def _predicted_seconds(case: Case, rows: Sequence[Measurement]) -> float:
-    """An estimate from the largest smaller case of the same kind; 0 if nothing is known."""
+    """Estimate the time from the largest smaller case of the same kind; 0 if there is none."""
     known = [
         row
         for row in rows

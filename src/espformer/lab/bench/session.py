@@ -10,7 +10,7 @@ from typing import Any
 
 from espformer.lab.bench.cases import TOLERANCES, Case, Measurement
 from espformer.lab.bench.measure import run_cases
-from espformer.lab.bench.suites import SUITES, pick_device, select
+from espformer.lab.bench.suites import SUITES, device_of, select
 from espformer.lab.bench.tables import (
     COLUMNS,
     VERDICT_COLUMNS,
@@ -43,7 +43,7 @@ def run(
     Raises:
         ValueError: an option that does not say what it should.
     """
-    where = pick_device(device)
+    where = device_of(device)
     chosen = {suite: select(suite, **choice) for suite in suites or ["quick"]}
     arguments = sys.argv[2:] if program[-1] == "bench" else sys.argv[1:]
     good = True
@@ -68,7 +68,7 @@ def run(
 
 
 def _without_output(arguments: Sequence[str]) -> list[str]:
-    """Arguments but for the directory that results go to, which says nothing about them."""
+    """Return the arguments without the directory of the results, which does not change them."""
     kept: list[str] = []
     words = iter(arguments)
     for word in words:
@@ -108,7 +108,7 @@ def _progress(suite: str, total: int) -> Iterator[Callable[[Measurement], None]]
 
 
 def _print_tables(rows: Sequence[Measurement], stated: Mapping[str, str]) -> None:
-    """The rows, the verdicts on targets if these were measured, and the conditions."""
+    """Print the rows, the verdicts on targets if these were measured, and the conditions."""
     lines = aligned_table(COLUMNS, [cells(row) for row in rows])
     judged = verdicts(rows)
     if judged:
@@ -118,7 +118,7 @@ def _print_tables(rows: Sequence[Measurement], stated: Mapping[str, str]) -> Non
 
 
 def _told(cases: Sequence[Case], row_seconds: float) -> dict[str, str]:
-    """Conditions that the cases and the options decide."""
+    """Return the conditions that follow from the cases and the options."""
     dtypes = sorted({case.dtype for case in cases})
     limits = ", ".join(f"{name} {TOLERANCES[name]:.0e}" for name in dtypes)
     return {

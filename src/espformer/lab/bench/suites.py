@@ -95,8 +95,8 @@ SUITES: Mapping[str, Callable[[], list[Case]]] = MappingProxyType(
 )  # fmt: skip
 
 
-def pick_device(name: str) -> torch.device:
-    """The device of that name; ``auto`` is a GPU where there is one."""
+def device_of(name: str) -> torch.device:
+    """Return the device of that name; ``auto`` is a GPU where there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.partition(":")[0] not in ("cuda", "cpu"):
@@ -118,7 +118,7 @@ def select(
     modes: str | None = None,
     shrink: int = 1,
 ) -> list[Case]:
-    """The cases of a suite with other sizes, or some of them.
+    """Return the cases of a suite that were asked for, with other sizes if these were given.
 
     Raises:
         ValueError: an unknown name, or nothing left.

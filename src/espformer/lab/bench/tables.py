@@ -70,7 +70,7 @@ def verdict_cells(verdict: Verdict) -> list[str]:
 
 
 def file_stem(suite: str, device: torch.device) -> str:
-    """``targets-h200`` or ``quick-cpu``: results of different machines stand side by side."""
+    """Return a name such as ``targets-h200``, so that machines do not overwrite each other."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia", "")).strip("-")
     return f"{suite}-{slug}"
@@ -79,7 +79,7 @@ def file_stem(suite: str, device: torch.device) -> str:
 def write(
     stem: Path, title: str, rows: Sequence[Measurement], stated: Mapping[str, str]
 ) -> list[Path]:
-    """``stem.csv`` and ``stem.md``."""
+    """Write ``stem.csv`` and ``stem.md``."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     table, markdown = stem.with_name(f"{stem.name}.csv"), stem.with_name(f"{stem.name}.md")
     with table.open("w", newline="", encoding="utf-8") as file:
@@ -102,7 +102,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list
 
 
 def aligned_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table for a terminal, columns side by side: a row stays a line in a log."""
+    """Return the lines of a table for a terminal, with aligned columns and one line for a row."""
     widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
     table = (header, ["-" * width for width in widths], *rows)
     return [

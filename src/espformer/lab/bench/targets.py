@@ -44,7 +44,7 @@ class Verdict:
 
 
 def judge(target: Target, found: Found) -> Verdict:
-    """Met only by rows that are all right; a target says whether its graph's number is judged."""
+    """Compare a target with its measured rows: a wrong result fails it, however fast it was."""
     rows = [found[case] for case in target.cases]
     error = max((row.error for row in rows if not math.isnan(row.error)), default=math.nan)
     value = target.value(rows)
@@ -112,7 +112,7 @@ def _faster_from(rows: Sequence[Measurement]) -> float:
 def _against(
     ours: Case, lengths: Sequence[int], heads: int, mode: str = "forward"
 ) -> tuple[Case, ...]:
-    """Pairs of our row and that of flash attention, of heads that are 64 wide."""
+    """Return pairs for each length: our row, and that of flash attention with heads of width 64."""
     return tuple(
         replace(case, tokens=tokens, heads=heads, mode=mode)
         for tokens in lengths
@@ -123,7 +123,7 @@ def _against(
 def _step(
     title: str, operator: str, required: float, aim: float, backend: str = "triton", **sizes: Any
 ) -> Target:
-    """A target of the time of forward and backward, replayed as a graph."""
+    """Make a target for the time of forward and backward, replayed as a graph."""
     case = Case(operator, backend, BOTH, **sizes)
     return Target(title, (case,), _milliseconds, "ms", required, aim, as_graph=True)
 

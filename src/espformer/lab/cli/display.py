@@ -13,7 +13,7 @@ from espformer.lab.training.timing import Estimator
 
 
 def show_plan(console: Console, work: list[Job], at_once: int) -> None:
-    """A table of the runs of an experiment, their state, and about how long each takes here."""
+    """Print a table of the runs of an experiment: state, and about how long each takes here."""
     estimate = Estimator()
     rows: dict[tuple[str, str, str], list[Job]] = defaultdict(list)
     for job in work:
@@ -46,7 +46,7 @@ def show_plan(console: Console, work: list[Job], at_once: int) -> None:
 
 
 def print_results(results: dict[str, Any]) -> None:
-    """The scores of a run in a line."""
+    """Print the scores of a run in a line."""
     if not is_first_process():
         return
     scores = ", ".join(f"{name} {value:.2f}" for name, value in results["scores"].items())
@@ -58,7 +58,7 @@ def print_results(results: dict[str, Any]) -> None:
 
 
 def print_mapping(values: dict[str, Any]) -> None:
-    """One value on each line."""
+    """Print names and values, one on each line."""
     if is_first_process():
         for name, value in values.items():
             print(f"{name}: {value:.2f}" if isinstance(value, float) else f"{name}: {value}")

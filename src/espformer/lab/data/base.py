@@ -120,7 +120,7 @@ class TensorSet(Dataset[Batch]):
         return self.batch(indices)
 
     def subset(self, indices: Indices) -> TensorSet:
-        """These examples, in this order, as a set of their own (a copy)."""
+        """Copy these examples, in this order, into a set of their own."""
         rows = torch.as_tensor(indices, dtype=torch.int64)
         there = rows.to(self.inputs.device)
         lengths = None if self.lengths is None else self.lengths[rows.cpu()]
@@ -188,7 +188,7 @@ class Task:
 def stratified(
     labels: Tensor, fraction: float, seed: int, purpose: int = SUBSET
 ) -> tuple[Tensor, Tensor]:
-    """Indices of a share of each class (at least one example), and of all the others, sorted.
+    """Choose a share of each class (at least one example); return its indices, and all others.
 
     With one seed, a smaller share is part of a larger one.
 
@@ -220,13 +220,13 @@ def hold_out(data: TensorSet, fraction: float, seed: int) -> tuple[TensorSet, Te
 
 
 def sizes(train: TensorSet, valid: TensorSet | None, test: TensorSet) -> dict[str, int]:
-    """Number of examples of each split that there is."""
+    """Count the examples of each split that there is."""
     splits = {"train": train, "valid": valid, "test": test}
     return {name: len(split) for name, split in splits.items() if split is not None}
 
 
 def digest(indices: Tensor) -> str:
-    """sha256 of a choice of examples, by which two runs can tell that they chose the same."""
+    """Return a checksum of a choice of examples: equal ones are the same choice."""
     return hashlib.sha256(indices.cpu().numpy().astype("<i8").tobytes()).hexdigest()
 
 

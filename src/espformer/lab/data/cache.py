@@ -39,7 +39,7 @@ def directory() -> Path:
 
 
 def cache_key(kind: str, *parts: Any) -> str:
-    """Name for a content that depends on these parts, which must be fit for JSON.
+    """Return a name for content that depends on these parts, which must be fit for JSON.
 
     Example:
         >>> cache_key("tokens", 1) == cache_key("tokens", 1) != cache_key("tokens", 2)

@@ -6,7 +6,6 @@ squeezed to [0, 1] and nothing else; random resized crops and mirroring in train
 """
 
 from pathlib import Path
-from typing import Literal
 
 from espformer.lab.data.base import (
     TEST,
@@ -25,11 +24,6 @@ from espformer.lab.data.transforms import Normalise, RandomResizedCrop
 
 SOURCE = source_of("cats_dogs")
 
-NORMALISATIONS = {
-    "unit": ([0.0] * 3, [1.0] * 3),
-    "imagenet": ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
-}
-
 
 def load(
     *,
@@ -39,7 +33,6 @@ def load(
     images: int | None = None,
     image_size: int = 224,
     augment: bool = True,
-    normalise: Literal["unit", "imagenet"] = "unit",
     validation: float = 0.0,
 ) -> Task:
     """Images (batch, 3, image_size, image_size) of cats (0) and dogs (1).
@@ -51,7 +44,6 @@ def load(
         images: how many training images, as many of each class, instead of a share of them.
         image_size: height and width.
         augment: random resized crops and mirroring, in training only.
-        normalise: "unit" gives [0, 1], as the paper; "imagenet" what pretrained models want.
         validation: share of the chosen images to hold out as ``valid``, of each class alike.
     """
     name = SOURCE.name
@@ -63,11 +55,6 @@ def load(
         )
     check_fraction(name, "validation", validation, whole=False)
     check_sizes(name, image_size=image_size)
-    if normalise not in NORMALISATIONS:
-        raise ValueError(
-            f"load('{name}'): normalise must be one of {', '.join(NORMALISATIONS)}, "
-            f"got {normalise!r}"
-        )
     files = find(SOURCE, data_dir)
     if files.splits["train"] == files.splits["test"]:
         everything = _read(files, "train", image_size)
@@ -95,7 +82,7 @@ def load(
         test=test,
         classes=2,
         augment=RandomResizedCrop() if augment else None,
-        normalise=Normalise(*NORMALISATIONS[normalise]),
+        normalise=Normalise([0.0] * 3, [1.0] * 3),
         info={
             **files.info(sizes(train, valid, test), found),
             "class_names": ["cat", "dog"],

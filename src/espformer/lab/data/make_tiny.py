@@ -81,7 +81,7 @@ def _cats_dogs(folder: Path, random: Random) -> None:
 
 
 def _stripes(random: Random, label: int) -> bytes:
-    """A JPEG of 224×224: stripes that lie (cat) or stand (dog), of random width and colour."""
+    """Draw a JPEG of 224×224 with stripes that lie (cat) or stand (dog), in random colours."""
     image = require("PIL.Image")
     wave = np.sin(np.arange(224) / random.uniform(4, 9) + random.uniform(0, 6))
     colours = random.uniform(60, 120, 3)
@@ -114,7 +114,7 @@ def _tweeteval(folder: Path, random: Random) -> None:
 
 
 def _review(random: Random, sentiment: int, words: int) -> str:
-    """Words of all kinds; those of one sentiment (0, 1, 2) more often than chance."""
+    """Draw words of all kinds, those of one sentiment (0, 1, 2) more often than chance."""
     own = WORDS[sentiment * 20 : sentiment * 20 + 20]
     chosen = [random.choice(own if random.rand() < 0.4 else WORDS[60:]) for _ in range(words)]
     text = " ".join(chosen).capitalize() + "."
@@ -122,7 +122,7 @@ def _review(random: Random, sentiment: int, words: int) -> str:
 
 
 def _pairs(random: Random, count: int) -> dict[str, list[str]]:
-    """Sentences, and their translation word by word: the German word is the English one turned."""
+    """Make sentences and translations, in which each word is the English one spelt backwards."""
     german, english = [], []
     for _ in range(count):
         words = random.choice(WORDS, random.randint(2, 16))

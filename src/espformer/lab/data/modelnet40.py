@@ -28,7 +28,6 @@ def load(
     points: int = 1024,
     protocol: Literal["pct", "set_transformer"] = "pct",
     augment: bool = True,
-    jitter: float = 0.0,
     validation: float = 0.0,
 ) -> Task:
     """Point clouds (batch, points, 3) of 40 kinds of objects.
@@ -41,7 +40,6 @@ def load(
             cloud mean 0 and deviation 1 over all its coordinates and trains with
             :class:`~espformer.lab.data.transforms.RotateScale`.
         augment: change clouds at random, in training only.
-        jitter: deviation of noise added to each point ("pct" only); 0.01 is usual where it is used.
         validation: share of the training objects to hold out as ``valid``, of each class alike.
     """
     name = SOURCE.name
@@ -52,10 +50,6 @@ def load(
         raise ValueError(
             f"load('{name}'): protocol must be pct or set_transformer, got {protocol!r}"
         )
-    if jitter < 0 or (jitter and protocol != "pct"):
-        raise ValueError(
-            f"load('{name}'): jitter must be >= 0, and 0 unless protocol is pct, got {jitter}"
-        )
     files = find(SOURCE, data_dir)
     names: dict[str, None] = {}
     whole, test = (_read(files, split, points, names) for split in ("train", "test"))
@@ -63,7 +57,7 @@ def load(
         whole, test = (TensorSet(_standardised(data.inputs), data.labels) for data in (whole, test))
     train, valid = hold_out(whole, validation, seed)
     found = {"train": len(whole), "test": len(test)}
-    transform = PointCloudAugment(jitter=jitter) if protocol == "pct" else RotateScale()
+    transform = PointCloudAugment() if protocol == "pct" else RotateScale()
     return Task(
         name=name,
         train=train,
@@ -97,6 +91,6 @@ def _read(files: Files, split: str, points: int, names: dict[str, None]) -> Tens
 
 
 def _standardised(clouds: Tensor) -> Tensor:
-    """Mean 0 and deviation 1 over all coordinates of a cloud."""
+    """Give each cloud mean 0 and deviation 1 over all its coordinates."""
     mean = clouds.mean((1, 2), keepdim=True)
     return (clouds - mean) / clouds.std((1, 2), keepdim=True, correction=0).clamp(min=1e-12)

@@ -26,7 +26,7 @@ CHUNK = 256
 
 
 def read_npz(path: Path, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
-    """Arrays of an ``.npz`` file.
+    """Read the arrays of an ``.npz`` file.
 
     Args:
         path: of the file.

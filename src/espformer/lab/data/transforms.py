@@ -135,8 +135,7 @@ class PointCloudAugment(nn.Module):
     """The changes that Point Cloud Transformers are trained with.
 
     For each cloud: a share of the points, up to ``dropout``, is put on the first point; each axis
-    is scaled and shifted; the points are shuffled. (Guo et al. 2021 describe no jitter; where one
-    is wanted, it is Gaussian noise of deviation ``jitter``, cut at twice that.)
+    is scaled and shifted; the points are shuffled (Guo et al. 2021).
 
     Example:
         >>> clouds = torch.rand(2, 128, 3)
@@ -148,11 +147,10 @@ class PointCloudAugment(nn.Module):
         self,
         scale: tuple[float, float] = (2 / 3, 3 / 2),
         shift: float = 0.2,
-        jitter: float = 0.0,
         dropout: float = 0.875,
     ) -> None:
         super().__init__()
-        self.scale, self.shift, self.jitter, self.dropout = scale, shift, jitter, dropout
+        self.scale, self.shift, self.dropout = scale, shift, dropout
 
     def forward(self, clouds: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """(batch, points, 3) → the same shape."""
@@ -163,10 +161,6 @@ class PointCloudAugment(nn.Module):
         scale = _uniform((batch, 1, axes), *self.scale, clouds, generator)
         shift = _uniform((batch, 1, axes), -self.shift, self.shift, clouds, generator)
         clouds = clouds * scale + shift
-        if self.jitter:
-            device = clouds.device if generator is None else generator.device
-            noise = torch.randn(clouds.shape, generator=generator, device=device)
-            clouds = clouds + (self.jitter * noise.clamp(-2, 2)).to(clouds.device)
         order = _uniform((batch, points), 0, 1, clouds, generator).argsort(1)
         return clouds.gather(1, order[..., None].expand_as(clouds))
 

@@ -189,7 +189,7 @@ def _with_ends(ids: Ragged, *, bos: bool) -> Ragged:
 
 
 def _cut(ids: Ragged, limit: int) -> Ragged:
-    """Sequences of at most `limit` tokens, of which the last is eos."""
+    """Cut sequences to at most `limit` tokens, of which the last is eos."""
     cut = ids.take(torch.arange(len(ids)), ids.lengths.clamp(max=limit))
     cut.tokens[cut.starts[1:] - 1] = Vocabulary.eos
     return cut

@@ -75,7 +75,7 @@ class Vocabulary:
         return hashlib.sha256(self.model).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, without bos and eos."""
+        """Return the token ids of each text, without bos and eos."""
         ids: list[list[int]] = self._processor.encode(list(texts))
         return ids
 
@@ -191,7 +191,7 @@ def _learn(texts: Sequence[str], size: int, normalisation: str) -> bytes:
 
 
 def text_digest(texts: Sequence[str]) -> str:
-    """sha256 of texts and of where each ends."""
+    """Return a checksum of texts and of where each ends."""
     digest = hashlib.sha256()
     for text in texts:
         content = text.encode()

@@ -47,7 +47,7 @@ def attention_maps(plans: Sequence[NamedPlan], title: str, subtitle: str) -> Fig
 
 
 def _draw(axes: Axes, matrix: Tensor) -> None:
-    """A matrix with bars for its sums: rows at the right, columns below; a tick stands at one."""
+    """Draw a matrix, with bars for its sums: rows at the right, columns below; a tick is one."""
     low, high = float(matrix.min()), max(float(matrix.max()), 1e-12)
     if low < -1e-6:
         axes.imshow(matrix.numpy(), cmap="RdBu", norm=TwoSlopeNorm(0, vmin=-high, vmax=high))

@@ -47,7 +47,7 @@ def example_clouds() -> tuple[Tensor, Tensor]:
 
 
 def sinkhorn_plans(queries: Tensor, keys: Tensor) -> list[NamedPlan]:
-    """Softmax attention and Sinkhorn attention after some steps."""
+    """Return the matrices of softmax, and of Sinkhorn attention after some steps."""
     steps = {"Softmax (S = 0)": 0, "Sinkhorn, S = 3": 3, "Sinkhorn, S = 21": 21}
     return [
         NamedPlan(name, sinkhorn_plan(queries, keys, iterations=count, epsilon=1.0))
@@ -56,7 +56,7 @@ def sinkhorn_plans(queries: Tensor, keys: Tensor) -> list[NamedPlan]:
 
 
 def esp_plans(queries: Tensor, keys: Tensor) -> list[NamedPlan]:
-    """Soft ESP at some inverse temperatures, the last of them sorted exactly as well."""
+    """Return the matrices of soft ESP at some inverse temperatures, and of hard ESP."""
     angle = (torch.arange(64, dtype=torch.float64) + 0.5) * math.pi / 64
     theta = torch.stack([angle.cos(), angle.sin()], -1).to(queries)  # a fan of the plane
     plan = partial(esp_plan, queries, keys, slices=theta)

@@ -96,7 +96,7 @@ def _line(axes: Axes, name: str, runs: Sequence[SoftScore], aside: float, colour
 
 
 def _levels(axes: Axes, others: Mapping[str, Sequence[float]]) -> None:
-    """Lines across; a level far off is only named, so that the curves keep their room."""
+    """Draw a line across for each level; one far off is only named, so that curves keep room."""
     low, high = axes.get_ylim()
     far = []
     for (name, values), style in zip(others.items(), cycle((":", "--", "-."))):

@@ -66,13 +66,13 @@ def look(index: int) -> dict[str, Any]:
 
 @contextmanager
 def figure_style() -> Iterator[None]:
-    """Settings of matplotlib that hold inside the block and nowhere else."""
+    """Change the settings of matplotlib inside the block."""
     with mpl.rc_context(_SETTINGS):
         yield
 
 
 def headline(figure: Figure, title: str, subtitle: str) -> None:
-    """A bold title and a muted line under it, flush left; the figure keeps room for both."""
+    """Write a bold title and a muted line under it, flush left, and make room for both."""
     height = figure.get_figheight()
     lines = subtitle.count("\n") + 1
     figure.text(0.012, 1 - 0.10 / height, title, fontsize=13, fontweight="bold", va="top")
@@ -86,7 +86,7 @@ def headline(figure: Figure, title: str, subtitle: str) -> None:
 
 
 def panel_title(axes: Axes, title: str, note: str) -> None:
-    """A panel's name with a muted note under it."""
+    """Write the name of a panel, and a muted note under it."""
     axes.set_title(title, fontweight="bold", pad=19)
     axes.annotate(
         note, (0.5, 1), xytext=(0, 5), xycoords="axes fraction", textcoords="offset points",
@@ -97,7 +97,7 @@ def panel_title(axes: Axes, title: str, note: str) -> None:
 def mean_line(
     axes: Axes, places: Sequence[float], values: Sequence[Sequence[float]], **looks: Any
 ) -> None:
-    """Means and standard deviations of the values at each place."""
+    """Draw the mean and the standard deviation of the values at each place."""
     axes.errorbar(
         places,
         [statistics.fmean(some) for some in values],
@@ -119,7 +119,7 @@ def save_figure(figure: Figure, stem: Path, formats: Sequence[str] = ("png", "sv
 
 
 def _save_png(figure: Figure, path: Path) -> None:
-    """A palette of 96 colours is a quarter of the size and looks the same."""
+    """Save with a palette of 96 colours, which looks the same at a quarter of the size."""
     pixels = io.BytesIO()
     figure.savefig(pixels, dpi=140, format="png")
     with Image.open(pixels) as image:

@@ -15,7 +15,7 @@ from torch import Tensor
 from espformer.lab.errors import RunError
 from espformer.lab.plots.clouds import sum_errors
 from espformer.lab.report.inspection import Example, Frame, Trained
-from espformer.lab.report.summary import name_of, short
+from espformer.lab.report.summary import heading_of, short
 
 # Sort temperatures of the slider, softest first; the trained one is put among them.
 SWEEP = tuple(10 ** (-half / 2) for half in range(11))
@@ -37,14 +37,15 @@ def attention_content(runs: Sequence[Trained], examples: Sequence[int]) -> dict[
     states: list[tuple[str, Trained]] = []
     colours: list[int] = []
     for colour, run in enumerate(runs):
-        states.append((name_of(run.label), run))
+        states.append((heading_of(run.label), run))
         last = run.annealed or run
         if "hard" in last.results["scores"]:
-            states.append((f"{name_of(run.label)}, hard", last.hardened()))
+            states.append((f"{heading_of(run.label)}, hard", last.hardened()))
         colours += [colour] * (len(states) - len(colours))
     shown = [runs[0].example(index) for index in examples]
     maps = [[_heads(state.matrices(example)[-1]) for _, state in states] for example in shown]
     matrices = [matrix for row in maps for heads in row for matrix in heads]
+    negative = any(float(matrix["cells"].min()) < -1e-6 for matrix in matrices)
     peak = _encode(matrices)
     tokens = states[0][1].matrices(shown[0])[-1].shape[-1]
     return {
@@ -55,11 +56,12 @@ def attention_content(runs: Sequence[Trained], examples: Sequence[int]) -> dict[
         "examples": [_described(example) for example in shown],
         "maps": maps,
         "peak": peak,
+        "negative": negative,
     }
 
 
 def _heads(matrices: Tensor) -> list[dict[str, Any]]:
-    """Heads whose matrices differ: a pair of differential heads has one matrix."""
+    """Describe the matrix of each head; equal ones in a row (differential heads) are one."""
     groups: list[list[int]] = []
     for head, matrix in enumerate(matrices):
         if groups and torch.equal(matrices[groups[-1][0]], matrix):
@@ -81,7 +83,7 @@ def softness_content(runs: Sequence[Trained], index: int) -> tuple[list[dict[str
     """
     found = []
     states = [
-        (colour, name_of(run.label) + ending, state)
+        (colour, heading_of(run.label) + ending, state)
         for colour, run in enumerate(runs)
         for ending, state in (("", run), (", annealed", run.annealed))
         if run.sorts and state is not None
@@ -137,7 +139,7 @@ def _matrix(matrix: Tensor) -> dict[str, Any]:
 
 
 def _encode(matrices: Sequence[dict[str, Any]]) -> float:
-    """A byte for each cell: 128 is zero, and the root of the weight is what is shown.
+    """Encode each cell in a byte: the root of its weight, with zero at 128.
 
     Returns the peak of all of them, to which weights are relative.
     """

@@ -113,9 +113,7 @@ def make_page(
         "training": same if len(runs) > 1 and len(budgets) == 1 else "",
         "legend": sections.legend(runs),
         "curves": curves,
-        "negative": ", negative weights in the other colour"
-        if any(run.run.mechanism.name == "differential" for run in runs)
-        else "",
+        "negative": ", negative weights in the other colour" if attention["negative"] else "",
         "softness": _SOFTNESS.format(count=scored, dashed=dashed) if sorts else "",
         "slices": _SLICES.format(slices=sections.slices(runs, shown[0])) if sorts else "",
         "plans": sections.plans(),
@@ -163,7 +161,7 @@ def _navigation(sorts: bool) -> str:
 
 
 def _json(data: dict[str, Any]) -> str:
-    """JSON that no text inside can end: the script element closes at `</`."""
+    """Write JSON without `</`, which would end the script element that it stands in."""
     return json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
 
 

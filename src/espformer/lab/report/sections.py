@@ -10,7 +10,7 @@ from typing import Any
 from espformer.lab.plots.clouds import esp_plans, example_clouds, sinkhorn_plans, sum_errors
 from espformer.lab.report import svg
 from espformer.lab.report.inspection import Trained
-from espformer.lab.report.summary import COLUMNS, Summary, cells, name_of, short
+from espformer.lab.report.summary import COLUMNS, Summary, cells, heading_of, short
 
 _HEADS = [name if "/" in name else name.capitalize() for name in COLUMNS]
 _CHARTS = (
@@ -49,7 +49,7 @@ def legend(runs: Sequence[Trained]) -> str:
     """Return the colours of the runs, to point at."""
     return "".join(
         f'<button type="button" class="chip" data-colour="{colour}" aria-pressed="false">'
-        f'<i class="key c{colour}"></i>{escape(name_of(run.label))}</button>'
+        f'<i class="key c{colour}"></i>{escape(heading_of(run.label))}</button>'
         for colour, run in enumerate(runs)
     )
 
@@ -64,7 +64,7 @@ def curves(runs: Sequence[Trained]) -> tuple[str, dict[str, Any]]:
     for name, title, key, factor, log, shown in charts:
         lines = [(run, colour, _points(run, key, factor)) for colour, run in shown]
         series = [
-            svg.Series(name_of(run.label), colour, points)
+            svg.Series(heading_of(run.label), colour, points)
             for run, colour, points in lines
             if points
         ]
@@ -127,7 +127,7 @@ def slices(runs: Sequence[Trained], index: int) -> str:
         for head, sigma in enumerate(weights[:4]):
             count = len(sigma)
             spread = math.exp(-float((sigma * sigma.clamp(min=1e-30).log()).sum()))
-            title = f"{name_of(run.label)}, head {head + 1}"
+            title = f"{heading_of(run.label)}, head {head + 1}"
             note = f"worth {spread:.1f} of {count} slices"
             told = f"{title}: weights of {count} slices, from {float(sigma.min()):.3f} to " \
                 f"{float(sigma.max()):.3f}; {note}"  # fmt: skip

@@ -39,11 +39,11 @@ class Summary(NamedTuple):
     milliseconds: float | None
 
 
-def name_of(label: str) -> str:
+def heading_of(label: str) -> str:
     """Return the name of a row, as it stands at the head of a table or a picture.
 
     Example:
-        >>> name_of("transformer"), name_of("mine")
+        >>> heading_of("transformer"), heading_of("mine")
         ('Softmax', 'mine')
     """
     name = NAMES.get(label)
@@ -59,7 +59,7 @@ def summarise(trained: Trained) -> Summary:
     hard_rows, hard_columns = (None, None) if hard is None else _errors(last.hardened())
     rate = results.get("samples_per_second")
     return Summary(
-        name_of(trained.label), results["scores"]["test"], sharp, hard,
+        heading_of(trained.label), results["scores"]["test"], sharp, hard,
         rows, columns, hard_rows, hard_columns, results["parameters"],
         None if not rate else 1000 * trained.run.data.batch_size / rate,
     )  # fmt: skip

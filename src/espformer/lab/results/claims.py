@@ -102,7 +102,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = _read()
 
 
 def compare(claim: Claim, results: Sequence[dict[str, Any]]) -> Comparison | None:
-    """Differences between the rows of a claim over their pairs; None without a pair."""
+    """Compare the rows of a claim, run by run; None if they have no pair of runs."""
     apart = claim.settings or (None, None)
     runs = [
         {

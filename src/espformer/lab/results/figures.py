@@ -94,7 +94,7 @@ def draw_beside(directory: Path) -> list[Path]:
 
 
 def _read(path: Path, figure: str) -> tuple[str, list[Result]]:
-    """Title and runs of a file, in the order of the recipe; other experiments are refused."""
+    """Read title and runs of a file, in the order of the recipe; refuse other experiments."""
 
     results, wanted = read_file(path), FIGURES[figure][0]
     if results.experiment != wanted:

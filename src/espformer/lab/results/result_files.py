@@ -214,7 +214,7 @@ def write_report(recipe: Recipe, output: Path, save: Path | None = None) -> tupl
 
 
 def beside_saved(recipe: Recipe, work: list[Job], save: Path | None, *, skip: bool) -> list[Job]:
-    """The jobs whose results can join those that are saved, checked before hours are spent on them.
+    """Return the jobs to do; refuse, before hours are spent, what could not join saved results.
 
     Args:
         recipe: the experiment.

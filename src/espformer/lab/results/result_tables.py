@@ -87,7 +87,7 @@ def markdown(
 
 
 def _folded(title: str, lines: list[str], level: int) -> list[str]:
-    """Lines that a reader of a page with many sections unfolds; as they are at the top level."""
+    """Fold lines under a title on a page of many sections; leave them on a page of one."""
     if level == 1:
         return lines
     return ["<details markdown>", f"<summary>{title}</summary>", "", *lines, "</details>", ""]
@@ -132,7 +132,7 @@ def _scores(table: Table, results: list[Result]) -> list[str]:
 
 
 def _label(label: str) -> str:
-    """What a command calls a row, where that is not its name."""
+    """Return the label of a row, by which commands call it, if it has another name."""
     return "" if name_of(label) == label else f" (`{label}`)"
 
 
@@ -200,7 +200,7 @@ def _attention(results: list[Result]) -> list[str]:
 
 
 def _seconds(result: Result) -> float | None:
-    """Seconds of the whole run; None if it went on after a stop, and says not how long it was."""
+    """Return the seconds of the whole run; None if those before an interruption are not known."""
     if result.get("continued") and result.get("seconds_before") is None:
         return None
     return result.get("seconds")

@@ -220,10 +220,10 @@ def make_loader(
 
 
 def _as_it_is(batch: Any) -> Any:
-    """A data set gives whole batches: nothing is left to collate."""
+    """Return a batch as the data set gives it: nothing is left to collate."""
     return batch
 
 
 def _room(device: torch.device) -> int:
-    """Bytes of a device that a data set may take: sixteen runs at once leave half of it free."""
+    """Return how many bytes a data set may take, so that sixteen runs leave half of a device."""
     return torch.cuda.get_device_properties(device).total_memory // 32

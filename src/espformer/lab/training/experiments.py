@@ -140,7 +140,7 @@ def make_job(run: Run, output: Path, arguments: list[str]) -> Job:
 
 
 def rough_work(run: Run) -> float:
-    """Which of two runs of an experiment takes longer, roughly: tokens seen, times a factor."""
+    """Estimate the work of a run, to sort runs by it: tokens seen, times a factor."""
     if not isinstance(run, TrainingRun):
         return 0.0
     model, data = run.model.arguments, run.data.set.arguments
@@ -189,7 +189,7 @@ def _share_without_mps(runs: list[TrainingRun], at_once: int) -> bool:
 
 
 def _launcher(runs: list[TrainingRun], at_once: int) -> Launch:
-    """Several devices are Lightning's to start, and it starts the same command again."""
+    """Choose how runs are started: for several devices by a command, which Lightning repeats."""
     if any(run.trainer.devices > 1 for run in runs) or not processes.suited():
         return processes.by_command
     processes.prepare_fork(_environment(0, at_once))
@@ -205,7 +205,7 @@ def _prepare_data(runs: list[TrainingRun], console: Console) -> None:
 
 
 def seed_by_seed(waiting: list[Job]) -> list[Job]:
-    """Jobs seed by seed, then setting by setting, so that what is interrupted can be compared.
+    """Order jobs seed by seed, then setting by setting, so that interrupted work can be compared.
 
     What others wait for comes before them. Among the settings of a seed, and among the runs of a
     setting, the longest come first: none of them is left to end alone.
@@ -232,7 +232,7 @@ def seed_by_seed(waiting: list[Job]) -> list[Job]:
 
 
 def _group(job: Job) -> tuple[int, str, str]:
-    """Runs of a group differ in their mechanism alone."""
+    """Return the group of a run, in which runs differ by their mechanism alone."""
     return job.run.seed, job.run.recipe, job.run.setting
 
 
@@ -330,7 +330,7 @@ def _stopped_by_sigterm() -> Iterator[None]:
         raise SystemExit(128 + number)
 
     if threading.current_thread() is not threading.main_thread():
-        yield  # which alone may handle signals
+        yield  # only the main thread can handle signals
         return
     before = signal.signal(signal.SIGTERM, stop)
     try:
@@ -340,7 +340,7 @@ def _stopped_by_sigterm() -> Iterator[None]:
 
 
 def _end(process: Process, deadline: float) -> None:
-    """A run that was asked to stop does so after its step; a long step is not waited for."""
+    """Wait until the deadline for a run that was asked to stop after its step, then kill it."""
     try:
         process.wait(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -353,7 +353,7 @@ def _ready(waiting: list[Job]) -> list[Job]:
 
 
 def _environment(slot: int, at_once: int) -> dict[str, str]:
-    """Return one of the cards for each slot, and the processor's cores shared out."""
+    """Return variables that give a slot one of the GPUs, and its share of the cores."""
     environment = {}
     cards = torch.cuda.device_count()
     if cards > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:

@@ -54,7 +54,7 @@ CALIBRATION_TEXTS = 1024
 
 
 def read_attentions(texts: Sequence[str]) -> dict[str, Spec]:
-    """Labels and mechanisms from the command line: ``esp``, ``sharp={esp: {...}}``.
+    """Read labels and mechanisms from the command line: ``esp``, ``sharp={esp: {...}}``.
 
     Example:
         >>> read_attentions(["softmax", "sharp={esp: {sort_temperature: 0.01}}"])["sharp"].name

@@ -70,7 +70,7 @@ def _distributed(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, An
 
 
 def _like(parameter: Tensor | None, value: Any) -> Any:
-    """A whole tensor, shared out as the parameter that it belongs to; other values as they are."""
+    """Shard a whole tensor as the parameter that it belongs to; leave other values as they are."""
     if not isinstance(parameter, DTensor) or getattr(value, "shape", None) != parameter.shape:
         return value
     return distribute_tensor(

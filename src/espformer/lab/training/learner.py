@@ -25,7 +25,7 @@ MARK = "espformer"
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Losses of 16-bit logits are computed in 32 bits; wider ones stay as they are."""
+    """Widen 16-bit logits, of which the loss is computed in 32 bits; keep wider ones."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -225,7 +225,7 @@ class Learner(LightningModule):
             self.log("step_loss", loss.detach(), prog_bar=True, on_step=True, on_epoch=False)
 
     def weighted(self, loss: Tensor, count: int | Tensor) -> Tensor:
-        """The mean over this process's share, weighted so that processes add up to one mean."""
+        """Weight the mean of this process by its count, so that the average is the mean of all."""
         world = self.trainer.world_size
         if world == 1:
             return loss

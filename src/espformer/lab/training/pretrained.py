@@ -250,7 +250,7 @@ def _encoded(split: Texts, tokenizer: Any, max_length: int) -> TensorSet:
 
 
 def _some(data: TensorSet, count: int) -> TensorSet:
-    """So many examples, spread over the set: files may be ordered."""
+    """Choose so many examples, spread over the set, since files may be sorted by class."""
     if len(data) <= count:
         return data
     return data.subset(torch.arange(count) * len(data) // count)

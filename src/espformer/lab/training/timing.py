@@ -167,7 +167,7 @@ def throughput_line(measured: dict[str, Any]) -> str:
 
 
 def in_this_thread() -> contextlib.AbstractContextManager[None]:
-    """Backward passes stay in the thread that calls them.
+    """Keep backward passes in the thread that calls them.
 
     autograd otherwise hands each of them to a thread of the GPU, which takes longer than small
     models compute: docs/performance.md. A process trains on one device.
@@ -273,7 +273,7 @@ def _batches(run: TrainingRun, task: Task) -> int:
 
 
 def _padded(run: TrainingRun, split: Any) -> float:
-    """Tokens of a split of sentence pairs in batches of like length, padding included."""
+    """Count the tokens of sentence pairs in batches of like length, padding included."""
     size = run.data.eval_batch_size or run.data.batch_size
     lengths = torch.maximum(split.source_lengths, split.target_lengths).sort().values
     return float(sum(len(batch) * int(batch[-1]) for batch in lengths.split(size)))

@@ -371,7 +371,7 @@ def _training_callbacks(run: TrainingRun, directory: Path, score: str) -> list[C
 
 
 def _position(last: Path, run: TrainingRun) -> tuple[int, int]:
-    """The position of the run in a checkpoint; one of another run is refused."""
+    """Read the position in a checkpoint of this run; refuse one of another run."""
     said = read_checkpoint(last)[MARK]
     changed = differences(plain(run), said["run"])
     if changed:

@@ -2,8 +2,10 @@
 
 :func:`espformer.esp_attention`, :func:`espformer.esp_plan` and :class:`espformer.nn.ESP` take these
 options as keywords. The schema of the compiled operator, the options saved in a checkpoint and the
-table in the documentation are made from the same list. To add an option, add a field here and its
-type in `Options`, and use it.
+table in the documentation are made from the same list. To add an option, add a field at its end and
+a type in `Options`, and use it. Checkpoints hold options by their position, so none may be inserted
+or removed. Tests ask for a value to try (`tests/nn/test_esp.py`) and for the table
+(`python tools/options_page.py`).
 """
 
 from __future__ import annotations

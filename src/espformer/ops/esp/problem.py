@@ -114,8 +114,8 @@ class Problem:
         """
         if self.options.temperature_unit == "absolute" or self.options.hard:
             return points
-        points, width = with_spread(points, valid)
-        return points / width
+        points, spread = with_spread(points, valid)
+        return points / spread
 
     def centre(self) -> Tensor:
         """The mean of the keys that take part, (batch, 1, m), without a gradient.
@@ -190,8 +190,8 @@ def with_spread(points: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
     for one.
     """
     variance, largest, flat = _spread(points, valid)
-    width = largest * torch.where(flat, 1, variance).sqrt()
-    return torch.where(flat, points.detach(), points), width
+    spread = largest * torch.where(flat, 1, variance).sqrt()
+    return torch.where(flat, points.detach(), points), spread
 
 
 def without_spread(points: Tensor, valid: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
-"""The temperature of a soft sort, for one row: its spread, and the width of its kernel.
+"""The temperature of a soft sort, for one row: its spread, and the bandwidth of its kernel.
 
 Numbers are multiplied by a power of two first, which rounds nothing, so that neither their spread
-nor a kernel's width leaves the range of float32.
+nor a kernel's bandwidth leaves the range of float32.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Unit(NamedTuple):
 
     temperatures: np.ndarray  # (batch,) or (1,)
     in_spreads: bool  # a share of the spread of a row, else a distance
-    squared: bool  # of which the square root is the width, unless a share
-    least: float  # widths are held between these two
+    squared: bool  # of which the square root is the bandwidth, unless a share
+    least: float  # bandwidths are held between these two
     most: float
     eps: float  # of the dtype of the numbers: its rounding,
     tiny: float  # what a spread of nothing is taken for,
@@ -58,7 +58,7 @@ def moments(points, n):  # type: ignore[no-untyped-def]
 
 @part
 def measure(points, n, t, unit, shape):  # type: ignore[no-untyped-def]
-    """Scales n sorted numbers, finds their shape, and gives back 1 over the kernel's width.
+    """Scales n sorted numbers, finds their shape, and gives back 1 over the kernel's bandwidth.
 
     NaN, and nothing else, if any number is not finite: such numbers stand first or last.
     """
@@ -78,15 +78,15 @@ def measure(points, n, t, unit, shape):  # type: ignore[no-untyped-def]
     rounding = 8 * unit.eps * largest * factor
     spreads = variance > rounding * rounding
     spread = np.sqrt(variance) if spreads else max(largest * factor, unit.tiny)
-    width = t
+    bandwidth = t
     if unit.in_spreads:
-        width = t * spread
+        bandwidth = t * spread
     elif unit.squared:
-        width = np.sqrt(t) * factor
+        bandwidth = np.sqrt(t) * factor
     else:
-        width = t * factor
-    clamped = min(max(width, unit.least), unit.most)
+        bandwidth = t * factor
+    clamped = min(max(bandwidth, unit.least), unit.most)
     shape[FACTOR], shape[MEAN] = factor, mean
     shape[SPREAD] = spread if spreads else 0
-    shape[FREE] = 1 if clamped == width else 0
+    shape[FREE] = 1 if clamped == bandwidth else 0
     return 1 / clamped

@@ -1,8 +1,8 @@
 """Soft sorts and soft ranks of numbers themselves: one column, rows that sum to one.
 
 The torch twin is `SoftSort` of :mod:`espformer.sorting`, with `ops.esp.linear` below it. For sorted
-numbers s, widths w and ``u = s / w`` all that is needed are sums over what lies to the left of a
-rank, and to its right, of some weights x and of their distances γ,
+numbers s, bandwidths w and ``u = s / w`` all that is needed are sums over what lies to the left of
+a rank, and to its right, of some weights x and of their distances γ,
 
     L_n = Σ_{j<n} κ_nj x_j,        l_n = Σ_{j<n} κ_nj x_j γ_nj,        R_n, r_n for j > n,
 
@@ -31,11 +31,11 @@ from espformer.ops.esp.cpu.sort import sort_tokens
 # What the forward keeps for the backward, in one array: every tensor costs microseconds. Rows of N
 # numbers: sorted numbers, o, e, and the derivative of e_n in u_n where n itself moves; of ranks
 # also 1/q, and Σ_j sign(j - n) κ_nj. Behind them, what `measure` finds (the mean from the middle
-# number on) and one over the width. The order has an array of its own, since hooks on saved tensors
-# may round numbers, but not integers; behind it stands how many numbers take part.
+# number on) and one over the bandwidth. The order has an array of its own, since hooks on saved
+# tensors may round numbers, but not integers; behind it stands how many numbers take part.
 POINTS, SCALES, SHIFTS, PULLS, OF_SORT = range(5)
 MASSES, SIGNS, OF_RANKS = range(4, 7)
-INV_WIDTH, SHAPE = range(4, 6)
+INV_BANDWIDTH, SHAPE = range(4, 6)
 # Scratch memory, rows of N numbers.
 DECAYS, GAPS, LEFT, RIGHT, LEFT_FAR, RIGHT_FAR, WEIGHTS, MORE, FOUND, PRODUCT, MANY = range(11)
 
@@ -110,15 +110,18 @@ def end_of_equal(points, start, n):  # type: ignore[no-untyped-def]
 
 
 @part
-def set_gaps(points, n, inv_width, ranks, decays, gaps):  # type: ignore[no-untyped-def]
-    """Distances of neighbours, in widths or one rank each, times decays; is any distance zero?"""
+def set_gaps(points, n, inv_bandwidth, ranks, decays, gaps):  # type: ignore[no-untyped-def]
+    """Writes decays, and times these the distances of neighbours: in bandwidths, or one rank each.
+
+    Returns whether any distance is zero.
+    """
     stand_alone()
     number = points.dtype.type
-    tied = set_decays(points, n, number(inv_width), False, True, decays)
+    tied = set_decays(points, n, number(inv_bandwidth), False, True, decays)
     gaps[0] = 0
     for i in range(1, n):
         gaps[i] = decays[i] * (
-            number(1) if ranks else (points[i] - points[i - 1]) * number(inv_width)
+            number(1) if ranks else (points[i] - points[i - 1]) * number(inv_bandwidth)
         )
     return tied
 
@@ -149,13 +152,13 @@ def sort_row(points, n, shape, tied, buffers, kept, out):  # type: ignore[no-unt
         buffers[DECAYS], buffers[GAPS], buffers[WEIGHTS], n, left, right, left_far, right_far
     )  # fmt: skip
     signed(points, n, tied, left, right, difference)
-    back, width = number(1 / shape[FACTOR]), number(1 / shape[INV_WIDTH])
+    back, bandwidth = number(1 / shape[FACTOR]), number(1 / shape[INV_BANDWIDTH])
     for i in range(n):
         scale = one / (one + left[i] + right[i])
         shift = (right_far[i] - left_far[i]) * scale
         scales[i], shifts[i] = scale, shift
         pulls[i] = (right_far[i] + left_far[i] - shift * difference[i]) * scale
-        out[i] = back * (points[i] + width * shift)
+        out[i] = back * (points[i] + bandwidth * shift)
 
 
 @part
@@ -207,13 +210,13 @@ def sort_or_rank(
         sort_tokens(numbers[head], tokens, n, order, points, keys, spare, counts)
         if len(temperatures):
             t = np.float64(temperatures[head])
-        shape[INV_WIDTH] = measure(points, n, t, unit, shape)
-        if np.isnan(shape[INV_WIDTH]):
+        shape[INV_BANDWIDTH] = measure(points, n, t, unit, shape)
+        if np.isnan(shape[INV_BANDWIDTH]):
             copy(tokens, n, order)
             for i in range(n):
                 out[head, tokens[i] if ranks else i] = np.nan
         else:
-            tied = set_gaps(points, n, shape[INV_WIDTH], ranks, buffers[DECAYS], buffers[GAPS])
+            tied = set_gaps(points, n, shape[INV_BANDWIDTH], ranks, buffers[DECAYS], buffers[GAPS])
             if ranks:
                 rank_row(points, n, tied, order, buffers, own, out[head])
             else:
@@ -224,7 +227,7 @@ def sort_or_rank(
 
 @part
 def sort_row_gradient(points, n, tied, upstream, buffers, kept, found):  # type: ignore[no-untyped-def]
-    """The gradient g of ``s + w e`` in s, at a given width.
+    """The gradient g of ``s + w e`` in s, at a given bandwidth.
 
     With ``x = o g`` it is ``g_n ∂e_n + (κx)_n - l_n - r_n - Σ_j sign(j - n) κ_nj x_j e_j``.
     """
@@ -279,7 +282,7 @@ def rank_row_gradient(points, n, tied, order, upstream, buffers, kept, found):  
 
 
 @relaxed("reassoc", "contract")
-def width_gradient(points, n, mean, inv_width, ranks, upstream, shifts, found):  # type: ignore[no-untyped-def]
+def gradient_in_bandwidth(points, n, mean, inv_bandwidth, ranks, upstream, shifts, found):  # type: ignore[no-untyped-def]
     """The gradient in w of what depends on ``u = s / w``, and of sorts in w itself.
 
     ``-Σ_n u_n f_n`` with f the gradient in s: forces add up to zero, so numbers are counted from
@@ -291,10 +294,10 @@ def width_gradient(points, n, mean, inv_width, ranks, upstream, shifts, found): 
     if ranks:
         for i in range(n):
             total -= (points[i] - middle) * found[i]
-        return total * inv_width * inv_width
+        return total * inv_bandwidth * inv_bandwidth
     for i in range(n):
         total -= (points[i] - middle) * (np.float64(found[i]) - upstream[i])
-    total *= inv_width
+    total *= inv_bandwidth
     for i in range(n):
         total += np.float64(upstream[i]) * shifts[i]
     return total
@@ -307,7 +310,8 @@ def sort_or_rank_gradient(
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """Gradients in the numbers and in the temperatures; `d_numbers` is zero for padding.
 
-    With a width ``w = t σ`` every number also moves the spread, ``dσ/ds_n = (s_n - mean) / (n σ)``.
+    With a bandwidth ``w = t σ`` every number also moves the spread:
+    ``dσ/ds_n = (s_n - mean) / (n σ)``.
     """
     unit = unit_of(temperatures, in_spreads, limits)
     size = upstream.shape[1]
@@ -319,13 +323,13 @@ def sort_or_rank_gradient(
             clear(d_numbers[head], size)
         if n == 0:
             continue
-        inv_width = np.float64(shape[INV_WIDTH])
-        if np.isnan(inv_width):
+        inv_bandwidth = np.float64(shape[INV_BANDWIDTH])
+        if np.isnan(inv_bandwidth):
             for i in range(n):
                 d_numbers[head, tokens[i]] = np.nan
             d_temperatures[head] = np.nan
             continue
-        tied = set_gaps(points, n, inv_width, ranks, buffers[DECAYS], buffers[GAPS])
+        tied = set_gaps(points, n, inv_bandwidth, ranks, buffers[DECAYS], buffers[GAPS])
         found = buffers[FOUND]
         if ranks:
             rank_row_gradient(points, n, tied, tokens, upstream[head], buffers, own, found)
@@ -334,19 +338,19 @@ def sort_or_rank_gradient(
         # Sorts have the scale of the numbers: whatever these were multiplied with cancels.
         factor, spread = np.float64(shape[FACTOR]), np.float64(shape[SPREAD])
         mean = np.float64(points[n // 2]) + shape[MEAN]
-        scale, own_scale = (factor * inv_width, factor) if ranks else (1.0, 1.0)
+        scale, own_scale = (factor * inv_bandwidth, factor) if ranks else (1.0, 1.0)
         if ranks and in_spreads and spread == 0:
             scale = 0.0
         spread_pull = 0.0
         if shape[FREE] > 0:
-            d_width = own_scale * width_gradient(
-                points, n, mean, inv_width, ranks, upstream[head], own[SHIFTS], found
+            d_bandwidth = own_scale * gradient_in_bandwidth(
+                points, n, mean, inv_bandwidth, ranks, upstream[head], own[SHIFTS], found
             )
             if len(temperatures):
                 t = np.float64(temperatures[head])
-            d_temperatures[head] = hold(d_width / (factor * inv_width * t), unit.greatest)
+            d_temperatures[head] = hold(d_bandwidth / (factor * inv_bandwidth * t), unit.greatest)
             if in_spreads and spread > 0:
-                spread_pull = d_width / (inv_width * n * spread * spread)
+                spread_pull = d_bandwidth / (inv_bandwidth * n * spread * spread)
         for i in range(n):
             force = scale * np.float64(found[i]) + spread_pull * (points[i] - mean)
             d_numbers[head, tokens[i]] = hold(force, unit.greatest)

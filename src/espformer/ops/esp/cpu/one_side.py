@@ -178,8 +178,9 @@ D_OUT, D_IN, SLOPES = range(10, 13)
 def to_numbers(settings, unit, side, head, slopes, shape, d_numbers):  # type: ignore[no-untyped-def]
     """From derivatives in ``u_n = s_n / w`` to those in the numbers; gives back that in t.
 
-    With a width ``w = t σ`` every number also moves the spread, ``dσ/ds_n = (s_n - mean) / (n σ)``,
-    and what depends on u alone has the derivative ``-Σ u_n slopes_n / σ`` in it.
+    With a bandwidth ``w = t σ`` every number also moves the spread,
+    ``dσ/ds_n = (s_n - mean) / (n σ)``, and what depends on u alone has the derivative
+    ``-Σ u_n slopes_n / σ`` in it.
     """
     stand_alone()
     n, order, points = side.lengths[head], side.order[head, 0], side.points[head, 0]

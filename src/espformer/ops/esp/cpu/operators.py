@@ -306,10 +306,10 @@ def attend_backward(
     k_lengths: Tensor, k_order: Tensor, k_points: Tensor, k_scales: Tensor,
     query: Tensor, key: Tensor, value: Tensor, inv_bandwidth: Tensor, centre: Tensor,
     tau: float, metric: str, balance: str, hard: bool, ties: str, coupling: str,
-    costs: bool, slopes: bool, width: bool,
+    costs: bool, slopes: bool, with_inv_bandwidth: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key (with `costs`), value, both points (with `slopes`), inv_bandwidth
-    (with `width`, which needs slopes), slice_logits; what is not wanted is empty.
+    (if `with_inv_bandwidth`, which needs slopes), slice_logits; what is not wanted is empty.
     """
     heads, slices, tokens = q_points.shape
     columns = value.shape[-1] + (query.shape[-1] if tau else 0)
@@ -326,17 +326,18 @@ def attend_backward(
         made += [_zeros(x) for x in (q_points, k_points)] if slopes else [
             _zeros(x, heads, slices, 0) for x in (q_points, k_points)
         ]  # fmt: skip
-        widths = _zeros(q_points, 2, heads, slices)
+        d_inv_bandwidths = _zeros(q_points, 2, heads, slices)
         d_logits = _zeros(weights)
         _run_short(
             short_gradients.short_gradient, settings, (q_points, k_points),
             max(value.shape[-1], query.shape[-1]), ALL, *plan, tau, upstream, out,
             weights, query, key, value, centre, _zeros(value, heads, value.shape[-1]), *made,
-            *widths, d_logits,
+            *d_inv_bandwidths, d_logits,
         )  # fmt: skip
         wanted = costs, costs, True, slopes, slopes
         found = [x if want else _nothing(x) for x, want in zip(made, wanted, strict=True)]
-        return *found, widths.sum((0, -1)) if width else _nothing(query), d_logits  # type: ignore[return-value]
+        d_inv_bandwidth = d_inv_bandwidths.sum((0, -1)) if with_inv_bandwidth else _nothing(query)
+        return *found, d_inv_bandwidth, d_logits  # type: ignore[return-value]
     columns = value.shape[-1] + (query.shape[-1] if costs else 0)
     work = _Work(settings, q_points, k_points, 4 * columns)
     sides = tuple(_new_gradient(x, slopes, settings.balanced) for x in (q_points, k_points))
@@ -363,10 +364,10 @@ def attend_backward(
         )  # fmt: skip
     found = [_add_up(x) if costs else _nothing(x) for x in (d_query, d_key)] + [_add_up(d_value)]
     found += [x if slopes else _nothing(x) for x in d_points]
-    d_width = _nothing(query)
-    if width:
-        d_width = torch.from_numpy(sum(side.inv_bandwidth for side in sides).sum(-1))
-    return *found, d_width, d_logits  # type: ignore[return-value]
+    d_inv_bandwidth = _nothing(query)
+    if with_inv_bandwidth:
+        d_inv_bandwidth = torch.from_numpy(sum(side.inv_bandwidth for side in sides).sum(-1))
+    return *found, d_inv_bandwidth, d_logits  # type: ignore[return-value]
 
 
 def _nothing(like: Tensor) -> Tensor:
@@ -390,9 +391,9 @@ def _new_gradient(points: Tensor, slopes: bool, balanced: bool) -> gradients.Sid
 @attend_backward.register_fake
 def _(upstream: Tensor, out: Tensor, weights: Tensor, *args: Any) -> tuple[Tensor, ...]:
     q_points, k_points, (query, key, value, inv_bandwidth) = args[2], args[6], args[8:12]
-    costs, slopes, width = args[-3:]
+    costs, slopes, with_inv_bandwidth = args[-3:]
     shapes = _gradient_shapes(
-        [costs, costs, True, slopes, slopes, width, True],
+        [costs, costs, True, slopes, slopes, with_inv_bandwidth, True],
         query, key, value, q_points, k_points, inv_bandwidth, weights,
     )  # fmt: skip
     return tuple(query.new_empty(shape) for shape in shapes)
@@ -413,12 +414,14 @@ def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     upstream = grads[0]
     if upstream is None:
         return (None,) * len(needs)
-    width = needs[5]
-    slopes = width or needs[3] or needs[4]
+    with_inv_bandwidth = needs[5]
+    slopes = with_inv_bandwidth or needs[3] or needs[4]
     costs = bool(tau) and (slopes or needs[0] or needs[1])
-    found = attend_backward(upstream, *ctx.saved_tensors, *ctx.options, costs, slopes, width)
+    found = attend_backward(
+        upstream, *ctx.saved_tensors, *ctx.options, costs, slopes, with_inv_bandwidth
+    )
     rest = (None,) * (len(needs) - DIFFERENTIABLE)
-    wanted = (costs, costs, True, slopes, slopes, width, True)
+    wanted = (costs, costs, True, slopes, slopes, with_inv_bandwidth, True)
     return *(
         x if want and need else None
         for x, want, need in zip(found, wanted, needs[:DIFFERENTIABLE], strict=True)

@@ -185,12 +185,12 @@ def distances_gradient(d_costs, rows, others, row_step, step, order, n, buffers,
 @kernel
 def short_gradient(
     h0, h1, l0, l1, settings, queries, keys, pairs, tau, upstream, out, weights, query, key, value,
-    centre, origin, d_query, d_key, d_value, d_query_points, d_key_points, q_widths, k_widths,
-    d_logits, buffers,
+    centre, origin, d_query, d_key, d_value, d_query_points, d_key_points, d_q_inv_bandwidth,
+    d_k_inv_bandwidth, d_logits, buffers,
 ):  # type: ignore[no-untyped-def] # fmt: skip
     """All gradients, which hold zeros; those of queries and keys are empty without costs.
 
-    `q_widths` and `k_widths` (batch, L) are gradients of inv_bandwidth.
+    `d_q_inv_bandwidth` and `d_k_inv_bandwidth`, (batch, L), are those of inv_bandwidth by side.
     """
     stride, width, matrices, rows = buffers.stride, buffers.width, buffers.matrices, buffers.rows
     mean, plan, size = matrices[MEAN], matrices[PLAN], buffers.stride * buffers.stride
@@ -260,10 +260,10 @@ def short_gradient(
             )
             set_transpose(banded, weight, cost_weight, matrices, places, tiles, stride)
             set_sides_gradient(banded, pairs, head, m, matrices, tiles, stride)
-            q_widths[head, l] = side_gradient(
+            d_q_inv_bandwidth[head, l] = side_gradient(
                 settings, queries, head, l, kappa_q, buffers, first, d_query_points[head, l]
             )
-            k_widths[head, l] = side_gradient(
+            d_k_inv_bandwidth[head, l] = side_gradient(
                 settings, keys, head, l, kappa_k, buffers, second, d_key_points[head, l]
             )
         multiply(mean, step, row_step, rows[V_ROWS], stride, stride, width, rows[OUT_ROWS])

@@ -32,15 +32,15 @@ OPTIONS = 6  # the last arguments of `cpu_mix`
 DIFFERENTIABLE = 3  # the first: numbers, value, temperature
 
 
-# Of a width: beyond these no result changes, and inverses stay far from the limits.
-WIDTHS = {"absolute": (1e-18, 1e25), "squared": (1e-12, 3e12)}
+# Of a bandwidth: beyond these no result changes, and inverses stay far from the limits.
+BANDWIDTHS = {"absolute": (1e-18, 1e25), "squared": (1e-12, 3e12)}
 NARROW = 2  # columns that are mixed one by one
 
 
 def _unit(temperature: Tensor, unit: str, metric: str) -> Unit:
     info = torch.finfo(temperature.dtype)
     return Unit(
-        _array(temperature), unit == "spread", metric == "squared", *WIDTHS[metric], info.eps,
+        _array(temperature), unit == "spread", metric == "squared", *BANDWIDTHS[metric], info.eps,
         info.tiny**0.75, info.max,
     )  # fmt: skip
 
@@ -57,7 +57,7 @@ def mix(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``A V``, or ``Aᵀ V`` if `back`, (batch, N, d), with A the soft sort of numbers (batch, N).
 
-    Beside it one over the widths of the kernels, (batch,), the shapes of the rows of numbers (see
+    Beside it one over the bandwidths, (batch,), the shapes of the rows of numbers (see
     `one_side.measure`), and a side (see `Side`). `temperature` is (batch,) or (1,).
     """
     heads, tokens = numbers.shape
@@ -96,10 +96,10 @@ def mix_backward(
     upstream: Tensor, inv_bandwidth: Tensor, shapes: Tensor, lengths: Tensor, order: Tensor,
     points: Tensor, scales: Tensor, value: Tensor, temperature: Tensor,
     back: bool, unit: str, metric: str, balance: str, hard: bool, ties: str,
-    rows: bool, slopes: bool, width: bool,
+    rows: bool, slopes: bool, temperatures: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of numbers (with `slopes`), value (with `rows`) and temperature (with `width`,
-    which needs slopes); what is not wanted is empty.
+    """Gradients of numbers (with `slopes`), value (with `rows`) and temperature (with
+    `temperatures`, which needs slopes); what is not wanted is empty.
     """
     settings = _settings(inv_bandwidth, metric, balance, hard, ties, slopes)
     heads, _, tokens = points.shape
@@ -119,7 +119,7 @@ def mix_backward(
             one_side.mix_gradient, *what, value.new_zeros(columns), *found, width=columns,
             pairs=True,
         )  # fmt: skip
-    if width:
+    if temperatures:
         d_temperature = d_temperatures if len(temperature) == heads else d_temperatures.sum()[None]
     return (
         d_numbers if slopes else _nothing(points), d_rows if rows else _nothing(value),
@@ -130,11 +130,11 @@ def mix_backward(
 @mix_backward.register_fake
 def _(upstream: Tensor, *args: Any) -> tuple[Tensor, ...]:
     points, value, temperature = args[4], args[6], args[7]
-    rows, slopes, width = args[-3:]
+    rows, slopes, temperatures = args[-3:]
     return (
         points.new_empty((points.shape[0], points.shape[2]) if slopes else 0),
         value.new_empty(value.shape if rows else 0),
-        value.new_empty(temperature.shape if width else 0),
+        value.new_empty(temperature.shape if temperatures else 0),
     )
 
 
