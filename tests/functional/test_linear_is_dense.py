@@ -175,6 +175,11 @@ def test_hard(ties, coupling, n, m, masked):
     kinds=("narrow", "normal"), n=3, m=1, head_dim=1, slices=0, masked=False, exponent=0.0,
     tau=0.0, seed=0,
 )  # fmt: skip
+@example(  # the same numbers through a narrow Gaussian
+    metric="squared", balance="rows", hard=False, ties="stable", coupling="quantile",
+    kinds=("narrow", "normal"), n=44, m=4, head_dim=3, slices=0, masked=False, exponent=-3.0,
+    tau=0.0, seed=69743,
+)  # fmt: skip
 def test_any_call(
     metric, balance, hard, ties, coupling, kinds, n, m, head_dim, slices, masked, exponent, tau,
     seed,
