@@ -191,9 +191,8 @@ def test_versions_agree():
     assert espformer.__version__ == PROJECT["version"]
     citation = (ROOT / "CITATION.cff").read_text("utf-8")
     assert f"\nversion: {PROJECT['version']}\n" in citation
-    dated = re.search(
-        r"^## \[(\d[^\]]*)\] - (\d{4}-\d{2}-\d{2})$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M
-    )
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    dated = re.search(r"^## \[(\d[^\]]*)\] - (\d{4}-\d{2}-\d{2})$", changelog, re.M)
     assert dated
     assert dated[1] == PROJECT["version"]
     assert f"\ndate-released: {dated[2]}\n" in citation
