@@ -140,8 +140,12 @@ def test_distributions_hold_what_they_should(distributions):
     assert roots == {"espformer", f"espformer-{PROJECT['version']}.dist-info"}
     with tarfile.open(source) as archive:
         files = {name.partition("/")[2] for name in archive.getnames()}
-    needed = {"tests/test_packaging.py", "docs/mathematics.md", "SECURITY.md", "constraints.txt"}
-    assert needed <= files, needed - files
+    copy = distributions.parent
+    made = re.compile(r"dist/|build/|src/\S+\.egg-info/|(.*/)?\.|.*/__pycache__/")
+    sources = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
+    sources = {name for name in sources if not made.match(name)}
+    assert {"src/espformer/py.typed", "docs/mathematics.md", "SECURITY.md"} <= sources
+    assert sources <= files, sources - files
 
 
 def test_import_brings_neither_the_laboratory_nor_optional_packages():
@@ -187,8 +191,8 @@ def test_versions_agree():
     assert espformer.__version__ == PROJECT["version"]
     citation = (ROOT / "CITATION.cff").read_text("utf-8")
     assert f"\nversion: {PROJECT['version']}\n" in citation
-    dated = re.search(
-        r"^## \[(\d[^\]]*)\] - \d{4}-\d{2}-\d{2}$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M
-    )
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    dated = re.search(r"^## \[(\d[^\]]*)\] - (\d{4}-\d{2}-\d{2})$", changelog, re.M)
     assert dated
     assert dated[1] == PROJECT["version"]
+    assert f"\ndate-released: {dated[2]}\n" in citation

@@ -111,8 +111,9 @@ def _mathml(match: re.Match[str]) -> str:
 
 def _marked(match: re.Match[str]) -> str:
     """A cell, of the class `text` if it would be a tall one in a narrow column."""
-    long = len(re.sub("<[^>]+>", "", match[2])) > LONG
-    return f'<td class="text"{match[1]}>{match[2]}</td>' if long else match[0]
+    if len(re.sub("<[^>]+>", "", match[2])) > LONG:
+        return f'<td class="text"{match[1]}>{match[2]}</td>'
+    return match[0].replace(" ± ", "&nbsp;±&nbsp;")  # a number and its deviation stay in one line
 
 
 def _outside_code(pattern: re.Pattern[str], change: Any, text: str) -> str:

@@ -5,7 +5,7 @@ import itertools
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from tests.compare import (
     BALANCES,
@@ -170,6 +170,16 @@ def test_hard(ties, coupling, n, m, masked):
     tau=st.sampled_from((0.0, 0.1, 1.0)),
     seed=st.integers(0, 2**20),
 )
+@example(  # forces that cancel, between numbers around 5 that differ in their last digits
+    metric="absolute", balance="both", hard=False, ties="stable", coupling="quantile",
+    kinds=("narrow", "normal"), n=3, m=1, head_dim=1, slices=0, masked=False, exponent=0.0,
+    tau=0.0, seed=0,
+)  # fmt: skip
+@example(  # the same numbers through a narrow Gaussian
+    metric="squared", balance="rows", hard=False, ties="stable", coupling="quantile",
+    kinds=("narrow", "normal"), n=44, m=4, head_dim=3, slices=0, masked=False, exponent=-3.0,
+    tau=0.0, seed=69743,
+)  # fmt: skip
 def test_any_call(
     metric, balance, hard, ties, coupling, kinds, n, m, head_dim, slices, masked, exponent, tau,
     seed,
