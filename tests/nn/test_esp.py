@@ -240,12 +240,38 @@ def test_states_hold_options_by_position():
 def test_few_slices_unless_told():
     assert ESP().bind(2, 6).slicer() is None
     assert ESP().bind(2, 8).slicer() is None
-    assert ESP().bind(2, 64).slicer().shape == (2, 8, 64)
+    assert ESP().bind(8, 64).slicer().shape == (8, 8, 64)
+    assert ESP().bind(12, 64).slicer().shape == (12, 8, 64)
     assert ESP(slices=5).bind(2, 64).slicer().shape == (2, 5, 64)
     assert ESP(slicer="axis").bind(2, 64).slicer() is None
     assert ESP(slicer="axis", slices=3).bind(2, 64).slicer().tolist() == torch.eye(64)[:3].tolist()
     with pytest.raises(ValueError, match="AxisSlicer: a head of width 6 has 6 axes"):
         ESP(slicer="axis", slices=7).bind(2, 6)
+
+
+def test_a_layer_of_few_heads_has_64_slices_if_they_are_wide_enough():
+    assert ESP().bind(4, 64).slicer().shape == (4, 16, 64)
+    assert ESP().bind(6, 64).slicer().shape == (6, 11, 64)
+    for heads, head_dim in ((1, 64), (1, 16), (2, 32), (2, 16)):
+        assert ESP().bind(heads, head_dim).slicer() is None  # the axes
+
+
+@pytest.mark.parametrize("heads", [1, 2])  # whose default is the axes, and more directions
+@pytest.mark.parametrize("learnt", [False, True])
+def test_weights_that_were_saved_with_another_number_of_slices_keep_it(heads, learnt):
+    torch.manual_seed(0)
+    mechanism = ESP(slices=8, learn_temperature=learnt)
+    former = Attention(64, heads, mechanism, head_dim=64)
+    layer = Attention(64, heads, ESP(learn_temperature=learnt), head_dim=64)
+    x = torch.randn(2, 10, 64)
+    assert not layer(x).allclose(former(x))
+    assert not any(layer.load_state_dict(former.state_dict(), strict=True))
+    assert layer.mechanism.slicer().shape == (heads, 8, 64)
+    torch.testing.assert_close(layer(x), former(x))
+    with pytest.raises(RuntimeError, match="size mismatch"):  # asked for, so not changed
+        Attention(64, heads, ESP(slices=9, learn_temperature=learnt), head_dim=64).load_state_dict(
+            former.state_dict()
+        )
 
 
 def test_weights_of_softmax_load_beside_frozen_slices():

@@ -28,7 +28,8 @@ from espformer.ops.esp.problem import LEAST_TEMPERATURE
 
 __all__ = ["ESP", "former_settings"]
 
-FEW_SLICES = 8
+FEW_SLICES = 8  # of a head
+LAYER_SLICES = 64  # of all heads together, which matters if there are fewer than eight
 END_OF_SAVED = -1.0  # no option has a negative number
 OWN_ARGUMENTS = ("slicer", "slices", "learn_temperature", "learn_slice_weights", "backend")
 FIXED = ("slices", "learn_temperature", "learn_slice_weights")  # once the parameters exist
@@ -61,7 +62,8 @@ class ESP(Mechanism):
         slicer: "axis", "frozen" or "learnable" (separate directions per head), or a slicer.
             "auto", the default, uses frozen directions, or the axes if head_dim does not exceed
             `slices`. The cost is proportional to the number of slices.
-        slices: number of slices; by default, at most 8 for "auto" and head_dim for the others.
+        slices: number of slices of a head. For "auto" it is 8 by default, or more if that makes
+            less than 64 in a layer of few heads, and at most head_dim; for the others, head_dim.
         learn_temperature: learn one temperature per head, starting from `sort_temperature`. The
             parameter ``log_sort_temperature`` holds its logarithm. It needs a higher learning rate
             than other parameters and no weight decay, which would pull t towards one;
@@ -230,7 +232,7 @@ class ESP(Mechanism):
         if self.slicer_kind != "given":
             kind, slices = self.slicer_kind, self.slices
             if kind == "auto":
-                slices = min(FEW_SLICES, head_dim) if slices is None else slices
+                slices = default_slices(heads, head_dim) if slices is None else slices
                 kind = "axis" if slices == head_dim else "frozen"
             with nullcontext(0) if kind == "axis" else own_draws(depth) as seed:
                 self.slicer = make_slicer(kind, head_dim, slices=slices, heads=heads, seed=seed)
@@ -340,12 +342,23 @@ class ESP(Mechanism):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
+        name = prefix + "slicer.directions"
         if prefix + "_extra_state" not in state_dict:  # of another mechanism: keep ours
             state_dict[prefix + "_extra_state"] = self.get_extra_state()
             if isinstance(self.slicer, FrozenSlicer):
-                name = prefix + "slicer.directions"
                 state_dict.setdefault(name, self.slicer.directions.detach())
+        elif self.slicer_kind == "auto" and self.slices is None and name in state_dict:
+            self._keep_number_of(state_dict[name])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _keep_number_of(self, directions: Tensor) -> None:
+        """Weights that were saved when the default was another number of slices keep theirs."""
+        ours = None if self.slicer is None else self.slicer()
+        bound = self.heads is not None and directions.shape[::2] == (self.heads, self.head_dim)
+        if bound and (ours is None or ours.shape != directions.shape):
+            heads, slices, width = directions.shape
+            device = directions.device if ours is None else ours.device
+            self.slicer = FrozenSlicer(slices, width, heads).to(device)
 
     def extra_repr(self) -> str:
         always = ("temperature_unit", "inverse_temperature", "metric", "balance")
@@ -357,6 +370,16 @@ class ESP(Mechanism):
             if name in always or value != OPTIONS[name].default:
                 parts.append(f"{name}={value:g}" if type(value) is float else f"{name}={value!r}")
         return ", ".join(parts)
+
+
+def default_slices(heads: int, head_dim: int) -> int:
+    """The number of slices of a head: few, but 64 in a layer, if its heads are wide enough.
+
+    Example:
+        >>> default_slices(12, 64), default_slices(8, 64), default_slices(4, 64), default_slices(1, 32)
+        (8, 8, 16, 32)
+    """
+    return min(head_dim, max(FEW_SLICES, -(-LAYER_SLICES // heads)))
 
 
 def _attribute(name: str) -> property:
