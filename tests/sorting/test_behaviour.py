@@ -249,6 +249,18 @@ def test_numbers_that_only_float64_holds_are_sorted_like_others(power, backend):
         torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused_in_plain_words(layout):
+    nested = torch.nested.nested_tensor([torch.randn(3), torch.randn(4)], layout=layout)
+    for call in (
+        lambda: sorting.soft_rank(nested),
+        lambda: sorting.spearman(torch.randn(2, 4), nested),
+        lambda: sorting.soft_quantile(nested, 0.5),
+    ):
+        with pytest.raises(ValueError, match=r"is a nested tensor; pad it .* and pass a mask"):
+            call()
+
+
 def test_limits_of_the_temperature():
     x = torch.tensor([0.3, -1.2, 0.3, 5.0, 0.31], dtype=torch.float64)
     ranks = torch.from_numpy(scipy.stats.rankdata(x.numpy()))

@@ -31,16 +31,9 @@ class Unit(NamedTuple):
 def unit_of(temperatures, in_spreads, limits):  # type: ignore[no-untyped-def]
     """That of the absolute metric, with the last six fields in an array."""
     return Unit(
-        temperatures,
-        in_spreads,
-        False,
-        limits[0],
-        limits[1],
-        limits[2],
-        limits[3],
-        limits[4],
+        temperatures, in_spreads, False, limits[0], limits[1], limits[2], limits[3], limits[4],
         np.int64(limits[5]),
-    )
+    )  # fmt: skip
 
 
 FACTOR, MEAN, SPREAD, FREE = range(4)  # of a row; FREE is one where nothing was clamped
