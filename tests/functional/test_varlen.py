@@ -138,8 +138,12 @@ def test_jagged_nested_tensors(attention: Any) -> None:
         attention(*nested, key_mask=torch.ones(3, 6, dtype=torch.bool))
     with pytest.raises(ValueError, match="hold no padding"):
         attention(*nested, mask=torch.ones(3, 6, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"key must be, with layout torch\.jagged"):
+    with pytest.raises(ValueError, match=r"must all be jagged .* key is not nested, \(3, "):
         attention(nested[0], torch.randn(3, HEADS, 6, WIDTH), nested[2])
+    with pytest.raises(ValueError, match=r"key is nested, with layout torch\.strided"):
+        attention(nested[0], torch.nested.nested_tensor([torch.randn(3, 4, 2)]), nested[2])
+    with pytest.raises(ValueError, match=r"query is nested, .* of 3 dimensions"):
+        attention(*[torch.nested.nested_tensor([leaves[0]], layout=torch.jagged)[..., 0]] * 3)
 
 
 def test_no_tokens_and_queries_without_keys() -> None:

@@ -10,7 +10,16 @@ from torch import nn
 
 import espformer
 from espformer.integrations.slices import Call, find_projections, fit_slices, singular_axes
-from espformer.nn import ESP, Attention, Differential, Sinkhorn, Softmax
+from espformer.nn import (
+    ESP,
+    Attention,
+    ClassToken,
+    Differential,
+    Packed,
+    Sinkhorn,
+    Softmax,
+    Uniform,
+)
 from tests.integrations.families import FAMILIES, MASK, make, run
 
 SEARCHED = ("torch", "torch-seq-first", "timm-like", "bert", "distilbert", "vit", "bart")
@@ -137,6 +146,38 @@ def test_own_layers():
     assert torch.equal(model(x), before)
 
 
+class WithLoss(nn.Module):
+    """Returns a loss before its output, like models of transformers that are given labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Attention(16, 2, Softmax()) for _ in range(2))
+
+    def forward(self, x, labels):
+        for layer in self.layers:
+            x = x + layer(x)
+        return {"loss": (x - labels).square().mean(), "states": x}
+
+
+def test_a_loss_is_not_the_output():
+    """It is one number, which has no variance: errors were 1e38 times too large."""
+    model = espformer.convert(WithLoss(), Uniform())
+    given = [{"x": torch.randn(3, 9, 16), "labels": torch.randn(3, 9, 16)} for _ in range(2)]
+    result = espformer.calibrate(model, given, steps=10, progress=False)
+    assert 0.5 * result.before < result.after < result.before < 2
+
+
+def test_slices_are_chosen_inside_packed():
+    results = []
+    for wrap in (ESP, lambda: Packed(ESP())):
+        torch.manual_seed(0)
+        model = espformer.convert(nn.Sequential(Attention(16, 2, Softmax())), wrap())
+        results.append(espformer.calibrate(model, [torch.randn(3, 9, 16)], steps=0))
+    plain, packed = results
+    assert packed.modules == plain.modules == ("0",)
+    assert packed.aligned == plain.aligned < plain.before
+
+
 class Reader(nn.Module):
     def __init__(self):
         super().__init__()
@@ -208,8 +249,10 @@ def test_what_cannot_be_calibrated():
     with pytest.raises(ValueError, match=r"nothing to train: .*learn_temperature=True"):
         espformer.calibrate(model, given, train="mechanism")
     espformer.harden(model)
-    with pytest.raises(ValueError, match=r"sorts exactly .* espformer.nn.soften\(model\) before"):
-        espformer.calibrate(model, given)
+    inside = espformer.convert(make("bert"), ClassToken(ESP(hard=True)))
+    for hard in (model, inside):
+        with pytest.raises(ValueError, match=r"sorts exactly .* espformer.nn.soften\(model\) bef"):
+            espformer.calibrate(hard, given)
 
 
 def test_wrong_arguments():

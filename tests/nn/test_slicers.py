@@ -63,6 +63,22 @@ def test_frozen_directions_of_a_model_built_on_meta():
     torch.testing.assert_close(slicer(), FrozenSlicer(5, 8, seed=3)())
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_some_axes_of_a_model_built_on_meta(assign):
+    """No state dict holds them."""
+    state = AxisSlicer(2, head_dim=3).state_dict()
+    with torch.device("meta"):
+        slicer = AxisSlicer(2, head_dim=3)
+    if not assign:
+        slicer.to_empty(device="cpu")
+        slicer.directions.fill_(torch.nan)
+    slicer.load_state_dict(state, assign=assign)
+    assert torch.equal(slicer(), torch.eye(3)[:2])
+    slicer.directions.fill_(torch.nan)
+    slicer.reset_parameters()
+    assert torch.equal(slicer(), torch.eye(3)[:2])
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_learnable_directions_stay_on_the_sphere_and_move(optimizer):
     torch.manual_seed(0)

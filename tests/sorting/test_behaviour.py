@@ -230,6 +230,37 @@ def test_units_of_the_spread_know_no_scale(scale, metric):
     )
 
 
+@pytest.mark.parametrize("backend", ["auto", "linear", "dense"])
+@pytest.mark.parametrize("power", [-900, 900])
+def test_numbers_that_only_float64_holds_are_sorted_like_others(power, backend):
+    """Such as likelihoods: near 1e-271 all of them were taken for equal."""
+    x = torch.randn(3, 40, dtype=torch.float64)
+    rows = torch.randn(3, 40, 2, dtype=torch.float64)
+
+    def results(unit: float) -> list[torch.Tensor]:
+        leaf = (x * unit).requires_grad_()
+        ranks = sorting.soft_rank(leaf, backend=backend)
+        (slopes,) = torch.autograd.grad(ranks.square().sum(), leaf)
+        mixed = sorting.soft_sort(leaf, rows, backend=backend)
+        absolute = sorting.soft_rank(leaf, backend=backend, unit="absolute", temperature=0.1 * unit)
+        return [ranks, slopes * leaf.detach(), mixed, absolute]
+
+    for found, want in zip(results(2.0**power), results(1.0), strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused_in_plain_words(layout):
+    nested = torch.nested.nested_tensor([torch.randn(3), torch.randn(4)], layout=layout)
+    for call in (
+        lambda: sorting.soft_rank(nested),
+        lambda: sorting.spearman(torch.randn(2, 4), nested),
+        lambda: sorting.soft_quantile(nested, 0.5),
+    ):
+        with pytest.raises(ValueError, match=r"is a nested tensor; pad it .* and pass a mask"):
+            call()
+
+
 def test_limits_of_the_temperature():
     x = torch.tensor([0.3, -1.2, 0.3, 5.0, 0.31], dtype=torch.float64)
     ranks = torch.from_numpy(scipy.stats.rankdata(x.numpy()))

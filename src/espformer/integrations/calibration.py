@@ -18,7 +18,7 @@ from espformer.integrations.distillation import converted_modules, distil, outpu
 from espformer.integrations.inputs import Inputs, call_arguments
 from espformer.integrations.native import ORIGINAL
 from espformer.integrations.slices import Call, fit_slices
-from espformer.nn import ESP, Attention, Mechanism, Softmax
+from espformer.nn import ESP, Attention, Mechanism, Packed, Softmax
 from espformer.ops.common.operators import without_autocast
 
 __all__ = ["Calibration", "calibrate", "restore_weights"]
@@ -75,8 +75,10 @@ def calibrate(
 
     It needs no labels, only a few hundred typical inputs. First, it chooses slices from the data:
     each ESP head gets the axes that contribute most to the scores of the original softmax attention
-    (:mod:`espformer.integrations.slices`). Then it trains weights, temperatures and slice weights
-    by Adam, to reproduce the outputs of the original after every block and at the end:
+    (:mod:`espformer.integrations.slices`). ESP inside ``ClassToken`` or ``Differential`` keeps its
+    axes. Then it trains weights, temperatures and slice weights by Adam, to reproduce the outputs
+    of the original after every block and at the end (a loss, one number, is not taken for an
+    output):
 
     .. math:: \frac1B \sum_{b=1}^{B} \Bigl( \sum_i \lVert h_{b,i} - h^*_{b,i} \rVert^2 \Bigr)
        \Big/ \Bigl( \sum_i \lVert h^*_{b,i} - \bar h^*_b \rVert^2 \Bigr),
@@ -134,7 +136,11 @@ def calibrate(
         )
     if steps < 0:
         raise ValueError(f"calibrate: steps must be at least 0, got {steps}")
-    hard = [name for name, module in held.items() if getattr(_mechanism(module), "hard", False)]
+    hard = [
+        name
+        for name, module in held.items()
+        if any(getattr(part, "hard", False) for part in _mechanism(module).modules())
+    ]
     if hard:
         raise ValueError(
             f"calibrate: {hard[0]} sorts exactly (hard=True), so its queries and keys get no "
@@ -308,6 +314,8 @@ def _choose_slices(
             break
     for name in outputs:
         mechanism = _mechanism(held[name])
+        while isinstance(mechanism, Packed):  # which computes the same
+            mechanism = mechanism.base
         if not isinstance(mechanism, ESP):
             continue
         calls: list[Call] = []

@@ -92,7 +92,9 @@ def _errors(model: nn.Module, teacher: nn.Module, batch: Any, blocks: list[str])
         if name in found.outputs and name in wanted.outputs:
             errors.append(_error(found.outputs[name], wanted.outputs[name], found.mask))
     if not errors:
-        raise ValueError("calibrate: the model gives no tensor of floating-point numbers")
+        raise ValueError(
+            "calibrate: the model gives no tensor of floating-point numbers, or a loss alone"
+        )
     return torch.stack(errors)
 
 
@@ -138,7 +140,8 @@ def _recording(model: nn.Module, blocks: list[str]) -> Iterator[_Record]:
         def keep(_module: Any, _args: Any, output: Any, name: str = name) -> None:
             leaves = tree_leaves(dict(output) if hasattr(output, "items") else output)
             tensors = (x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
-            first = next(tensors, None)
+            # A single number is a loss: models that are given labels return it first.
+            first = next((x for x in tensors if x.dim() > 0), None)
             if first is not None:
                 record.outputs[name] = first
 

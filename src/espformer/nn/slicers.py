@@ -16,7 +16,7 @@ directions can learn, the query and key projections can learn too. Learning the 
 for a small number of slices (Shahbazi et al. 2025, "On the choice of slicer").
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +61,21 @@ class AxisSlicer(Slicer):
                 )
             first = torch.eye(head_dim)[:slices]
         self.register_buffer("directions", first, persistent=False)
+
+    def reset_parameters(self) -> None:
+        """Set the directions, for instance after building on the meta device."""
+        if self.directions is not None:
+            nn.init.eye_(self.directions)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *others: Any
+    ) -> None:
+        """As torch does; directions, which no state dict has, are set as in a new slicer."""
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+        assigns = local_metadata.get("assign_to_params_buffers", False)
+        if self.directions is not None and self.directions.is_meta and assigns:
+            self.directions = torch.empty_like(self.directions, device="cpu")
+        self.reset_parameters()
 
     def forward(self) -> Tensor | None:
         return self.directions

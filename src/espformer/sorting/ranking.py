@@ -8,9 +8,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from espformer.functional.arguments import check_tensor, is_integer, one_of
+from espformer.functional.arguments import is_integer, one_of
 from espformer.functional.esp import pass_through
-from espformer.sorting.rows import SoftSort, SortOptions, prepare
+from espformer.sorting.rows import SoftSort, SortOptions, check_padded, prepare
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -116,7 +116,8 @@ def spearman_loss(
         target: ground truth, of any real dtype, such as integer grades: ranked exactly with
             averaged ties; it gets no gradient.
         dim: the dimension to rank along; the other dimensions are batch dimensions.
-        reduction: ``"mean"`` or ``"sum"`` over the batch, or ``"none"``.
+        reduction: ``"mean"`` or ``"sum"`` over the batch, or ``"none"``. Rows without an order,
+            such as those that are masked altogether, count too, with a loss of one.
         options: those of :func:`soft_sort`.
 
     Returns:
@@ -176,7 +177,7 @@ def _broadcast(name: str, **pair: Tensor) -> tuple[Tensor, Tensor]:
     """Two tensors, by the caller's names for them, in one shape."""
     (one, x), (other, y) = pair.items()
     for label, tensor in pair.items():
-        check_tensor(name, label, tensor)
+        check_padded(name, label, tensor)
     if x.device != y.device:
         raise ValueError(
             f"{name}: {one} is on {x.device} but {other} on {y.device}; use one device"

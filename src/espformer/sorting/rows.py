@@ -312,9 +312,19 @@ def _moved(x: Tensor, source: int, target: int) -> Tensor:
     return x if source == target else x.movedim(source, target)
 
 
+def check_padded(name: str, label: str, x: Tensor) -> None:
+    """Raises for nested tensors and what is no tensor."""
+    check_tensor(name, label, x)
+    if x.is_nested:
+        raise ValueError(
+            f"{name}: {label} is a nested tensor; pad it with torch.nested.to_padded_tensor("
+            f"{label}, 0.0) and pass a mask"
+        )
+
+
 def _check_numbers(name: str, label: str, x: Tensor, dim: int) -> int:
     """The dimension to sort along, counted from the front."""
-    check_tensor(name, label, x)
+    check_padded(name, label, x)
     if not x.is_floating_point():
         raise ValueError(
             f"{name}: {label} must hold floating-point numbers, got {x.dtype}; pass {label}.float()"

@@ -291,11 +291,14 @@ def attend_nested(name: str, attention: Attention, query: Any, key: Any, value: 
     for label, x in {"query": query, "key": key, "value": value}.items():
         jagged = x.is_nested and x.layout == torch.jagged and x.dim() == 4
         if not jagged or x._ragged_idx != 2 or x.lengths() is not None:
+            got = f"nested, with layout {x.layout}, of {x.dim()} dimensions"
+            if not x.is_nested:  # strided nested tensors have no shape
+                got = f"not nested, {tuple(x.shape)}"
             raise ValueError(
-                f"{name}: where query is nested, {label} must be, with layout torch.jagged and "
-                "shape (batch, heads, tokens, width), tokens ragged: "
+                f"{name}: query, key and value must all be jagged nested tensors of shape (batch, "
+                "heads, tokens, width), tokens ragged: "
                 "torch.nested.nested_tensor_from_jagged(x, offsets).transpose(1, 2) of "
-                f"(all tokens, heads, width); got {tuple(x.shape)}, layout {x.layout}"
+                f"(all tokens, heads, width); {label} is {got}"
             )
         packed.append(x.transpose(1, 2))
     if key.offsets() is not value.offsets() and not torch.equal(key.offsets(), value.offsets()):

@@ -14,6 +14,8 @@ from espformer.ops.esp.options import ESPOptions
 # these values the derivatives of 1/t and 1/sqrt(t) are at most 1e36, which float32 can hold.
 LEAST_TEMPERATURE = {"absolute": 1e-18, "squared": 1e-24}
 MOST_TEMPERATURE = 1e25  # all numbers near one are equal at this width
+# Numbers are scaled by at most this power of two; one over a width, times it, does not overflow.
+MOST_DOUBLINGS = {torch.float32: 100, torch.float64: 900}
 
 
 @dataclass(frozen=True)
@@ -220,9 +222,9 @@ def _spread(points: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tenso
 def near_one(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers times a power of two, which is exact, so that the largest is near one.
 
-    Then neither their spread nor a thousand kernel widths leave the range of float32.
+    Then neither their spread nor a thousand kernel widths leave the range of their dtype.
     """
-    largest = numbers.detach().abs().amax(-1, keepdim=True)
-    exponent = torch.frexp(largest).exponent.clamp(-100, 100)
+    largest, most = numbers.detach().abs().amax(-1, keepdim=True), MOST_DOUBLINGS[numbers.dtype]
+    exponent = torch.frexp(largest).exponent.clamp(-most, most)
     factor = torch.exp2(-exponent.to(numbers.dtype))
     return numbers * factor, factor

@@ -1,7 +1,7 @@
 """The temperature of a soft sort, for one row: its spread, and the bandwidth of its kernel.
 
 Numbers are multiplied by a power of two first, which rounds nothing, so that neither their spread
-nor a kernel's bandwidth leaves the range of float32.
+nor a kernel's bandwidth leaves the range of their dtype.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ class Unit(NamedTuple):
     most: float
     eps: float  # of the dtype of the numbers: its rounding,
     tiny: float  # what a spread of nothing is taken for,
-    greatest: float  # and its largest number
+    greatest: float  # its largest number,
+    doublings: int  # and the largest power of two that numbers are scaled by
 
 
 @part
 def unit_of(temperatures, in_spreads, limits):  # type: ignore[no-untyped-def]
-    """That of the absolute metric, with the last five fields in an array."""
+    """That of the absolute metric, with the last six fields in an array."""
     return Unit(
-        temperatures, in_spreads, False, limits[0], limits[1], limits[2], limits[3], limits[4]
-    )
+        temperatures, in_spreads, False, limits[0], limits[1], limits[2], limits[3], limits[4],
+        np.int64(limits[5]),
+    )  # fmt: skip
 
 
 FACTOR, MEAN, SPREAD, FREE = range(4)  # of a row; FREE is one where nothing was clamped
@@ -69,7 +71,7 @@ def measure(points, n, t, unit, shape):  # type: ignore[no-untyped-def]
     exponent = 0
     if largest > 0:
         exponent = np.int64(np.ceil(np.log2(largest)))
-    exponent = min(max(exponent, -100), 100)
+    exponent = min(max(exponent, -unit.doublings), unit.doublings)
     factor = 2.0 ** np.float64(-exponent)
     number = points.dtype.type(factor)
     for i in range(n):

@@ -29,6 +29,7 @@ from espformer.ops.esp.cpu.numbers import (
 from espformer.ops.esp.cpu.operators import _array
 from espformer.ops.esp.cpu.threads import run, split_work
 from espformer.ops.esp.cpu.workspace import DIGITS
+from espformer.ops.esp.problem import MOST_DOUBLINGS
 
 BANDWIDTHS = 1e-18, 1e25  # beyond these no result changes, and inverses stay far from the limits
 MULTIPLICATIONS = 32  # for each number, which decides how many threads are worth it
@@ -39,7 +40,7 @@ def _constants(dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Limits of bandwidths and numbers, see `Unit`; no mask; and no temperatures."""
     info = torch.finfo(dtype)
     none = np.empty(0, np.float64 if dtype == torch.float64 else np.float32)
-    limits = np.array([*BANDWIDTHS, info.eps, info.tiny**0.75, info.max])
+    limits = np.array([*BANDWIDTHS, info.eps, info.tiny**0.75, info.max, MOST_DOUBLINGS[dtype]])
     return limits, np.empty((0, 0), np.bool_), none
 
 

@@ -27,6 +27,7 @@ from espformer.ops.esp.cpu.operators import (
     _Work,
 )
 from espformer.ops.esp.cpu.soft_plan import Settings
+from espformer.ops.esp.problem import MOST_DOUBLINGS
 
 OPTIONS = 6  # the last arguments of `cpu_mix`
 DIFFERENTIABLE = 3  # the first: numbers, value, temperature
@@ -41,7 +42,7 @@ def _unit(temperature: Tensor, unit: str, metric: str) -> Unit:
     info = torch.finfo(temperature.dtype)
     return Unit(
         _array(temperature), unit == "spread", metric == "squared", *BANDWIDTHS[metric], info.eps,
-        info.tiny**0.75, info.max,
+        info.tiny**0.75, info.max, MOST_DOUBLINGS[temperature.dtype],
     )  # fmt: skip
 
 
