@@ -144,6 +144,23 @@ def test_forms_in_single_precision(form, balance, metric):
     assert_agree(found, exact, output=1e-5, gradients=2e-5)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("slices", [1, 3])
+def test_gradients_of_the_cheapest_slice(form, slices):
+    """Large τ multiply rounding errors of logits, and of differences between slices."""
+    inputs = [*tokens(2, 2, n=30, head_dim=3, width=8)]
+    inputs.append(torch.nn.functional.normalize(torch.randn(slices, 3), dim=-1))
+    found = {}
+    for backend, dtype in (("linear", torch.float64), ("cpu", torch.float32)):
+        query, key, value, directions = (x.float().to(dtype) for x in inputs)
+        with mock.patch.object(operators, "_form_of", return_value=form):
+            found[backend] = differentiate(
+                query, key, value, slices=directions, backend=backend, metric="squared",
+                inverse_temperature=1e6,
+            )  # fmt: skip
+    assert_agree(found["cpu"], found["linear"], output=1e-5, gradients=2e-5)
+
+
 @pytest.mark.parametrize(
     ("n", "t", "form"),
     [

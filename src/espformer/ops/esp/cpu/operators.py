@@ -247,7 +247,8 @@ def attend(
             parts[0].copy_(torch.as_tensor(lengths))
         lengths_of_both = q_parts[0], k_parts[0]
         pairs = _pairs(coupling, lengths_of_both, tokens, key_points.shape[-1], query.dtype)
-        weights = query.new_empty(heads, slices)
+        # They hold logits first. Large ones lose too many digits in float32.
+        weights = query.new_empty(heads, slices, dtype=torch.float64)
         out = _zeros(value, heads, tokens, value.shape[-1])
         logits = query.new_empty(heads, 0) if slice_logits is None else slice_logits
         _run_short(
@@ -256,7 +257,7 @@ def attend(
             query, key, value, query_points, key_points, _mask(query_mask, heads),
             _mask(key_mask, heads), logits, centre, origin, out, weights,
         )  # fmt: skip
-        return out, weights, *q_parts, *k_parts  # type: ignore[return-value]
+        return out, weights.to(query.dtype), *q_parts, *k_parts  # type: ignore[return-value]
     work = _Work(settings, query_points, key_points, width)
     work.run(soft_plan.sort_side, query_points, _mask(query_mask, heads), queries)
     work.run(soft_plan.sort_side, key_points, _mask(key_mask, heads), keys)

@@ -182,6 +182,17 @@ def distances_gradient(d_costs, rows, others, row_step, step, order, n, buffers,
             d_rows[token, j] = 2 * (along * rows[place] - out[place])
 
 
+@part
+def largest(weights):  # type: ignore[no-untyped-def]
+    """The slice of the largest weight."""
+    stand_alone()
+    best = 0
+    for l in range(1, len(weights)):
+        if weights[l] > weights[best]:
+            best = l
+    return best
+
+
 @kernel
 def short_gradient(
     h0, h1, l0, l1, settings, queries, keys, pairs, tau, upstream, out, weights, query, key, value,
@@ -229,7 +240,10 @@ def short_gradient(
                 transpose(costs, stride, stride, matrices[COSTS_AT])
         clear(mean, size)
         clear(d_costs, len(d_costs))
-        for l in range(weights.shape[1]):
+        best, others = largest(weights[head]), 0.0
+        for i in range(weights.shape[1]):
+            # The slice of the largest weight comes last, in the place of the last one.
+            l = best if i == weights.shape[1] - 1 else i + (i >= best)
             weight = weights[head, l]
             if weight == 0:
                 continue
@@ -244,7 +258,10 @@ def short_gradient(
             k_places = integers[K_PLACES]
             own = in_rank_order(banded, forces, k_places, stride, matrices[FORCES_AT])
             gained = inner_product(own, places, plan, tiles[P_TILES], stride)
-            d_logit = weight * (gained - expected)
+            # Gradients of logits sum to zero. For a weight of almost one the difference would be
+            # rounding, which τ and the costs multiply.
+            d_logit = -others if l == best else weight * (gained - expected)
+            others += d_logit
             d_logits[head, l] = d_logit
             cost_weight = number(-tau * d_logit / n)
             add_plan(
