@@ -376,8 +376,8 @@ def default_slices(heads: int, head_dim: int) -> int:
     """The number of slices of a head: few, but 64 in a layer, if its heads are wide enough.
 
     Example:
-        >>> default_slices(12, 64), default_slices(8, 64), default_slices(4, 64), default_slices(1, 32)
-        (8, 8, 16, 32)
+        >>> default_slices(heads=8, head_dim=64), default_slices(heads=4, head_dim=64)
+        (8, 16)
     """
     return min(head_dim, max(FEW_SLICES, -(-LAYER_SLICES // heads)))
 
