@@ -121,10 +121,12 @@ def test_recipes_are_listed_and_printed(tmp_path):
 
 
 def test_dry_run_shows_runs_and_time(tmp_path):
-    command = ["reproduce", "digits", "--dry-run", "--seeds", "0,1", "--only", "transformer"]
+    row = "espformer-balanced"  # the longest name, which must be read to be given to --only
+    command = ["reproduce", "digits", "--dry-run", "--seeds", "0,1", "--only", row]
     text = call(*command, "--output", tmp_path / "out", "trainer.accelerator=cpu")
     assert "2 runs, 0 finished" in text
     assert "each" in text
+    assert row in text
     assert not (tmp_path / "out").exists()
 
 

@@ -187,6 +187,23 @@ def test_settings_that_differ_are_told_with_whom_they_belong_to():
     assert "| `data.batch_size` | 8 (all but ESP), 7 (ESP) | 100 |" in text
 
 
+def test_a_copied_recipe_is_compared_with_the_paper(tmp_path):
+    """What was changed in the file of the copy differs from the paper as an override does."""
+    text = (ROOT / "src/espformer/lab/recipes/mnist-patch-size.yaml").read_text()
+    assert text.count("epochs: 45") == 1
+    copy = tmp_path / "mine.yaml"
+    copy.write_text(text.replace("epochs: 45", "epochs: 9").replace("[35, 41]", "[7]"))
+    mine = load_recipe(copy)
+    made = [{**one, "config": plain(mine.run("espformer", "patch=4", 0))} for one in runs([0])]
+    section = markdown(mine, [made[-4]])
+    assert (made[-4]["mechanism"], made[-4]["setting"]) == ("espformer", "patch=4")
+    assert "| `trainer.epochs` | 9 | 45 |" in section
+    assert "`recipe`" not in section
+    copy.write_text(text.replace("paper: mnist-patch-size", "paper: mnist-patch-sizes"))
+    with pytest.raises(ConfigError, match=r"paper: no table .*did you mean 'mnist-patch-size'"):
+        load_recipe(copy)
+
+
 def test_overrides_of_the_runs_before_are_told_one_by_one():
     recipe = load_recipe("cats-dogs-anneal")
     said = ["trainer.cuda_graph=true", "trainer.epochs=100", "optimizer.learning_rate=5e-4"]
@@ -389,8 +406,23 @@ def test_pairs_with_different_batches_are_marked(one, other, same):
     ]  # fmt: skip
     claim = Claim("a beats b", ("a", "test"), ("b", "test"))
     found = compare(claim, made)
-    assert found.same_batches == same
     assert ("different batches" in verdict(claim, found).words) == (not same)
+
+
+@pytest.mark.parametrize(("score", "marked"), [("test", True), ("start", False)])
+def test_pairs_with_different_learning_rates_are_marked(score, marked):
+    made = [
+        {
+            "mechanism": label, "setting": "s", "seed": seed, "scores": {score: value + seed / 9},
+            "config": {"optimizer": {"learning_rate": rate}},
+        }
+        for seed in range(3)
+        for label, value, rate in (("a", 51.0, 2e-3), ("b", 50.0, 1e-3), ("c", 50.5, 2e-3))
+    ]  # fmt: skip
+    for other, different in (("b", marked), ("c", False)):
+        claim = Claim(f"a beats {other}", ("a", score), (other, score))
+        words = verdict(claim, compare(claim, made)).words
+        assert words == "held" + " (rows with different learning rates)" * different
 
 
 def test_all_claims_are_judged_in_their_section_and_counted(tmp_path):

@@ -194,6 +194,9 @@ def test_the_longest_begin_first(tmp_path):
         ("espformer", "patch=2"), ("transformer", "patch=2"),
         ("espformer", "patch=14"), ("transformer", "patch=14"),
     ]  # fmt: skip
+    images = load_recipe("cats-dogs")
+    work = [rough_work(images.run("transformer", setting)) for setting in images.grid.settings]
+    assert work == sorted(set(work)), "200, 2,000 and 5,000 images"
 
 
 def test_an_interruption_leaves_whole_comparisons(tmp_path):

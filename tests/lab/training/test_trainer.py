@@ -293,3 +293,9 @@ def test_a_run_that_is_shorter_than_its_first_validation_has_none():
     scores = trainer.Scores(SimpleNamespace(), learner, None)  # which cannot validate
     scores.validation()
     assert scores.scores == {}
+
+
+def test_a_width_that_no_layer_has_is_blamed_on_the_model():
+    run = load_recipe("digits").run("transformer", overrides=["model.vit.dim=-64"])
+    with pytest.raises(ConfigError, match=r"model.vit: .*negative dimension -64"):
+        make_learner(run, load_task(run))

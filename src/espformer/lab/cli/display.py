@@ -18,7 +18,10 @@ def show_plan(console: Console, work: list[Job], at_once: int) -> None:
     rows: dict[tuple[str, str, str], list[Job]] = defaultdict(list)
     for job in work:
         rows[job.run.recipe, job.run.setting, job.run.label].append(job)
-    table = Table("recipe", "setting", "mechanism", "seeds", "state", "steps", "about")
+    several = len({recipe for recipe, _, _ in rows}) > 1
+    table = Table(*["recipe"] * several)
+    for name in ("setting", "mechanism", "seeds", "state", "steps", "about, each"):
+        table.add_column(name, no_wrap=name in ("setting", "mechanism"))  # what --only takes
     total, unknown = 0.0, set()
     with console.status("") as status:
         for (recipe, setting, label), jobs in rows.items():
@@ -31,8 +34,8 @@ def show_plan(console: Console, work: list[Job], at_once: int) -> None:
             states = ", ".join(sorted({job.state for job in jobs}))
             seeds = " ".join(str(job.run.seed) for job in jobs)
             steps = "" if guess.steps is None else f"{guess.steps:,}"
-            each = "?" if guess.seconds is None else f"{in_words(guess.seconds)} each"
-            table.add_row(recipe, setting, label, seeds, states, steps, each)
+            each = "?" if guess.seconds is None else in_words(guess.seconds)
+            table.add_row(*[recipe] * several, setting, label, seeds, states, steps, each)
     console.print(table)
     for reason in sorted(unknown):
         console.print(f"no estimate: {reason}", highlight=False, markup=False)

@@ -161,6 +161,9 @@ def load_recipe(name: str | Path) -> Recipe:
         raise origins.error(
             ("default_mechanism",), f"no mechanism '{head.default_mechanism}', {hint}"
         )
+    if recipe.paper not in (None, recipe.name, *recipe_names()):
+        hint = nearest(str(recipe.paper), recipe_names())
+        raise origins.error(("paper",), f"no table of the paper is called '{recipe.paper}', {hint}")
     recipe.runs(seeds=recipe.grid.seeds[:1])
     return recipe
 

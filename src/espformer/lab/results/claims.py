@@ -65,8 +65,8 @@ class Comparison:
     low: float | None = None
     high: float | None = None
     p: float | None = None
-    same_batches: bool = True
-    """Whether both runs of every pair were given their data in the same way."""
+    unlike: tuple[str, ...] = ()
+    """What the two runs of some pair do not share, although a fair comparison would."""
 
 
 class Verdict(NamedTuple):
@@ -121,9 +121,7 @@ def compare(claim: Claim, results: Sequence[dict[str, Any]]) -> Comparison | Non
         pair: runs[0][pair]["scores"][claim.row[1]] - runs[1][pair]["scores"][claim.other[1]]
         for pair in pairs
     }
-    same = claim.settings is not None or all(
-        _batches(runs[0][pair]) == _batches(runs[1][pair]) for pair in pairs
-    )
+    unlike = () if claim.settings else _unlike(claim, [(runs[0][p], runs[1][p]) for p in pairs])
     by_setting = {
         name: statistics.fmean(d for (setting, _), d in differences.items() if setting == name)
         for name in ("", *dict.fromkeys(result["setting"] for result in results))
@@ -131,15 +129,30 @@ def compare(claim: Claim, results: Sequence[dict[str, Any]]) -> Comparison | Non
     }
     mean = statistics.fmean(differences.values())
     if len(pairs) < 2:
-        return Comparison(len(pairs), by_setting, mean, same_batches=same)
+        return Comparison(len(pairs), by_setting, mean, unlike=unlike)
     bar = -(claim.margin or 0.0)
     if len(set(differences.values())) == 1:  # no deviation, and no t
-        return Comparison(len(pairs), by_setting, mean, mean, mean, float(mean == bar), same)
+        return Comparison(len(pairs), by_setting, mean, mean, mean, float(mean == bar), unlike)
     from scipy import stats  # takes a second to import
 
     tested = stats.ttest_1samp(list(differences.values()), popmean=bar)
     low, high = map(float, tested.confidence_interval(0.95))
-    return Comparison(len(pairs), by_setting, mean, low, high, float(tested.pvalue), same)
+    return Comparison(len(pairs), by_setting, mean, low, high, float(tested.pvalue), unlike)
+
+
+def _unlike(claim: Claim, pairs: list[tuple[Result, Result]]) -> tuple[str, ...]:
+    """Name what differs within some pair; a score before training has no learning rate."""
+    untrained = claim.row[1].startswith("start") and claim.other[1].startswith("start")
+    compared = {"batches": _batches} | ({} if untrained else {"learning rates": _learning_rate})
+    return tuple(
+        name
+        for name, settings in compared.items()
+        if any(settings(one) != settings(other) for one, other in pairs)
+    )
+
+
+def _learning_rate(result: Result) -> Any:
+    return (result.get("config", {}).get("optimizer") or {}).get("learning_rate")
 
 
 def _batches(result: Result) -> dict[str, Any]:
@@ -164,9 +177,10 @@ def _batches(result: Result) -> dict[str, Any]:
 def verdict(claim: Claim, found: Comparison) -> Verdict:
     """Say whether the claim held, by where the interval lies."""
     reached = _by_interval(claim, found)
-    if found.same_batches:
+    if not found.unlike:
         return reached
-    return reached._replace(words=f"{reached.words} (rows with different batches)")
+    unlike = " and ".join(found.unlike)
+    return reached._replace(words=f"{reached.words} (rows with different {unlike})")
 
 
 def _by_interval(claim: Claim, found: Comparison) -> Verdict:

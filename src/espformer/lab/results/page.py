@@ -60,17 +60,18 @@ _RULES = """\
 ## How a claim is judged
 
 A claim compares two rows over pairs of runs with the same setting and seed. Such runs have the same
-batches and subsets, unless the verdict says otherwise. They have the same initial weights if both
-rows have the same parameters and neither has frozen slices, which are drawn. The claim sets a
-threshold: 0 points for "is better", {margin} for "does no harm" or "loses nothing". It **held** if
-the 95 % interval of the mean difference lies above the threshold, **did not hold** if it lies
-below, and is **not decided** if the interval contains the threshold. p belongs to a paired,
+batches, subsets and learning rate, unless the verdict says otherwise. They have the same initial
+weights if both rows have the same parameters and neither has frozen slices, which are drawn. The
+claim sets a threshold: 0 points for "is better", {margin} for "does no harm" or "loses nothing". It
+**held** if the 95 % interval of the mean difference lies above the threshold, **did not hold** if
+it lies below, and is **not decided** if the interval contains the threshold. p belongs to a paired,
 two-sided t-test against the threshold, so p < 0.05 says the same as the interval.
 
 Limits of these tests: intervals describe the variation over seeds, not over test data, which are
 the same in all runs. With three pairs, the test relies on normally distributed differences; a test
-without that assumption cannot reach 5 % with fewer than six pairs. If settings are pooled,
-differences between them widen the interval, and nothing is said about settings that were not run.
+without that assumption cannot reach 5 % with fewer than six pairs. If settings are pooled, pairs
+have equal weight and count as independent, also those of one seed. Differences between settings
+widen the interval, and nothing is said about settings that were not run.
 A claim that was made after seeing the runs needs new runs to confirm it, whatever its p.
 """
 
@@ -154,7 +155,8 @@ def first_page(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
                     gap = paper_gap(claim, recipe, set(comparison.by_setting))
                     cells.append("–" if gap is None else signed(gap))
                 cells += [gap_in_words(comparison), str(reached)]
-                tested = _Tested(claim.sentence, cells, reached.outcome, comparison.pairs)
+                about = (comparison.pairs, comparison.unlike)
+                tested = _Tested(claim.sentence, cells, reached.outcome, *about)
                 (paper if theirs else defaults).append(tested)
     if not paper:
         return []
@@ -169,10 +171,12 @@ def first_page(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
             f"- Our defaults: of {len(defaults)} such claims about them, {_counted(defaults)}."
         )
     held = [tested for tested in paper + defaults if tested.outcome == "held"]
+    unlike = sum("learning rates" in tested.unlike for tested in held)
     lines.append(
         "- Verdicts are not corrected for their number: the more claims are tested, the more hold "
         f"by chance. Of the {len(held)} that held, {sum(tested.pairs <= 3 for tested in held)} "
-        "rest on two or three pairs of runs."
+        "rest on two or three pairs of runs"
+        + (f", and {unlike} compare rows with different learning rates." if unlike else ".")
     )
     lines += ["", *_scores(every)]
     lines += ["## The paper's claims", "", *_wrapped(_GAP)]
@@ -190,6 +194,7 @@ class _Tested(NamedTuple):
     cells: list[str]
     outcome: str
     pairs: int
+    unlike: tuple[str, ...]
 
 
 def _counted(tested: Sequence[_Tested]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from espformer.lab.clock import in_words
-from espformer.lab.recipes.recipe import Recipe, recipe_names
+from espformer.lab.recipes.recipe import Recipe, load_recipe, recipe_names
 from espformer.lab.recipes.yaml_schema import Origins, plain, read_text, set_path
 from espformer.lab.results.claims import SCORES, claims_table, grid, name_of
 from espformer.lab.results.paper_numbers import DIFFERENCES, TABLES, Differences, Number, Table
@@ -281,13 +281,15 @@ _TOLD = (
 )  # fmt: skip
 
 
-# Differences that no score of the last epoch depends on.
-_NO_MATTER = ("trainer.validate_every",)
+# Differences that no score of the last epoch depends on; a copied recipe has a name of its own.
+_NO_MATTER = ("trainer.validate_every", "recipe")
 
 
 def _differences(recipe: Recipe, table: Table, results: list[Result]) -> list[str]:
     """List what is not as in the paper, or not as in the recipe where there is no paper."""
     of = "paper" if table.caption else "recipe"
+    if recipe.paper in recipe_names() and recipe.paper != recipe.name:
+        recipe = load_recipe(recipe.paper)  # a copy of it, whose changes are differences too
     changed = _changed(recipe, table, results)
     lines = [*DIFFERENCES.get(recipe.name, Differences()).words] if table.caption else []
     lines += [f"{setting}: {why}" for setting, why in table.out_of_reach.items()]

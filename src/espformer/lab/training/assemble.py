@@ -49,7 +49,7 @@ def make_model(run: TrainingRun, task: Task | None = None) -> nn.Module:
     mechanism = build_mechanism(run.mechanism, origins)
     try:
         return build_model(run.model.name, mechanism=mechanism, **arguments)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise origins.error(path, str(error)) from error
 
 

@@ -147,7 +147,8 @@ def rough_work(run: Run) -> float:
     patch = model.get("patch_size", 1)
     tokens = data.get("max_length", 1) / (patch * patch if isinstance(patch, int) else 1)
     cost = build_mechanism(run.mechanism).relative_cost
-    return float(tokens * run.trainer.epochs * data.get("fraction", 1.0) * cost)
+    examples = data.get("images", data.get("fraction", 1.0))
+    return float(tokens * run.trainer.epochs * examples * cost)
 
 
 def do_all(
