@@ -4,6 +4,7 @@ NAMES = {
     "transformer": "softmax",
     "transformer-low-rate": "softmax at the lower rate",
     "uniform": "uniform",
+    "uniform-high-rate": "uniform at the higher rate",
     "difftransformer": "differential",
     "sinkformer": "Sinkhorn",
     "diff-sinkformer": "differential Sinkhorn",
