@@ -254,6 +254,16 @@ def test_leading_dimensions_that_do_not_broadcast():
     refuses("leading dimensions do not agree", value=VALUE[:1].expand(3, 3, 4, 3))
 
 
+def test_grouped_queries():
+    refuses(
+        "value (2, 2, 4, 3) (for grouped queries repeat the other tensors: "
+        "x.repeat_interleave(3, dim=-3))",
+        query=torch.randn(2, 6, 5, 4),
+        key=KEY[:, :2],
+        value=VALUE[:, :2],
+    )
+
+
 @pytest.mark.parametrize("shape", [(4,), (5, 3), (5, 5), (0, 4), (3, 5, 1), ()], ids=str)
 def test_slices_of_the_wrong_width(shape):
     refuses(

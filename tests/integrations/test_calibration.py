@@ -265,6 +265,8 @@ def test_wrong_arguments():
         espformer.calibrate(model, batches("bert"), train="all")
     with pytest.raises(ValueError, match="steps must be"):
         espformer.calibrate(model, batches("bert"), steps=-1)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode is on"):
+        espformer.calibrate(model, batches("bert"))
 
 
 def test_singular_axes_carry_the_scores():

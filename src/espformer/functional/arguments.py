@@ -264,7 +264,14 @@ def check_tokens(
         return torch.broadcast_shapes(*(x.shape[:-2] for x in tensors.values()))
     except RuntimeError:
         shapes = ", ".join(f"{label} {tuple(x.shape)}" for label, x in tensors.items())
-        raise ValueError(f"{name}: leading dimensions do not agree: {shapes}") from None
+        heads, groups = (x.shape[-3] if x.dim() > 2 else 1 for x in (first, second))
+        hint = ""
+        if heads > groups > 1 and heads % groups == 0:
+            hint = (
+                f" (for grouped queries repeat the other tensors: x.repeat_interleave("
+                f"{heads // groups}, dim=-3))"
+            )
+        raise ValueError(f"{name}: leading dimensions do not agree: {shapes}{hint}") from None
 
 
 def flat_temperature(

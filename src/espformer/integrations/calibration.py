@@ -112,6 +112,7 @@ def calibrate(
     Raises:
         ValueError: nothing in this model was converted, its mechanisms are hard, there is nothing
             to train, or there are no batches.
+        RuntimeError: ``torch.inference_mode`` is on.
 
     Example:
         >>> import espformer, torch
@@ -136,6 +137,11 @@ def calibrate(
         )
     if steps < 0:
         raise ValueError(f"calibrate: steps must be at least 0, got {steps}")
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "calibrate: torch.inference_mode is on, in which nothing can be trained; make the "
+            "batches and call calibrate outside of it"
+        )
     hard = [
         name
         for name, module in held.items()
