@@ -249,27 +249,28 @@ def test_few_slices_unless_told():
         ESP(slicer="axis", slices=7).bind(2, 6)
 
 
-def test_a_layer_of_few_heads_has_64_slices_if_they_are_wide_enough():
-    assert ESP().bind(4, 64).slicer().shape == (4, 16, 64)
-    assert ESP().bind(6, 64).slicer().shape == (6, 11, 64)
-    for heads, head_dim in ((1, 64), (1, 16), (2, 32), (2, 16)):
+def test_a_layer_of_few_heads_has_32_slices_if_they_are_wide_enough():
+    assert ESP().bind(4, 64).slicer().shape == (4, 8, 64)
+    assert ESP().bind(3, 64).slicer().shape == (3, 11, 64)
+    assert ESP().bind(1, 64).slicer().shape == (1, 32, 64)
+    for heads, head_dim in ((1, 32), (1, 16), (2, 16)):
         assert ESP().bind(heads, head_dim).slicer() is None  # the axes
 
 
-@pytest.mark.parametrize("heads", [1, 2])  # whose default is the axes, and more directions
+@pytest.mark.parametrize(("heads", "width"), [(1, 64), (1, 16)])  # more slices, and the axes
 @pytest.mark.parametrize("learnt", [False, True])
-def test_weights_that_were_saved_with_another_number_of_slices_keep_it(heads, learnt):
+def test_weights_that_were_saved_with_another_number_of_slices_keep_it(heads, width, learnt):
     torch.manual_seed(0)
     mechanism = ESP(slices=8, learn_temperature=learnt)
-    former = Attention(64, heads, mechanism, head_dim=64)
-    layer = Attention(64, heads, ESP(learn_temperature=learnt), head_dim=64)
+    former = Attention(64, heads, mechanism, head_dim=width)
+    layer = Attention(64, heads, ESP(learn_temperature=learnt), head_dim=width)
     x = torch.randn(2, 10, 64)
     assert not layer(x).allclose(former(x))
     assert not any(layer.load_state_dict(former.state_dict(), strict=True))
-    assert layer.mechanism.slicer().shape == (heads, 8, 64)
+    assert layer.mechanism.slicer().shape == (heads, 8, width)
     torch.testing.assert_close(layer(x), former(x))
     with pytest.raises(RuntimeError, match="size mismatch"):  # asked for, so not changed
-        Attention(64, heads, ESP(slices=9, learn_temperature=learnt), head_dim=64).load_state_dict(
+        Attention(64, heads, ESP(slices=9, learn_temperature=learnt), head_dim=width).load_state_dict(
             former.state_dict()
         )
 

@@ -29,7 +29,7 @@ from espformer.ops.esp.problem import LEAST_TEMPERATURE
 __all__ = ["ESP", "former_settings"]
 
 FEW_SLICES = 8  # of a head
-LAYER_SLICES = 64  # of all heads together, which matters if there are fewer than eight
+LAYER_SLICES = 32  # of all heads together, which matters if there are fewer than four
 END_OF_SAVED = -1.0  # no option has a negative number
 OWN_ARGUMENTS = ("slicer", "slices", "learn_temperature", "learn_slice_weights", "backend")
 FIXED = ("slices", "learn_temperature", "learn_slice_weights")  # once the parameters exist
@@ -63,7 +63,7 @@ class ESP(Mechanism):
             "auto", the default, uses frozen directions, or the axes if head_dim does not exceed
             `slices`. The cost is proportional to the number of slices.
         slices: number of slices of a head. For "auto" it is 8 by default, or more if that makes
-            less than 64 in a layer of few heads, and at most head_dim; for the others, head_dim.
+            less than 32 in a layer of few heads, and at most head_dim; for the others, head_dim.
         learn_temperature: learn one temperature per head, starting from `sort_temperature`. The
             parameter ``log_sort_temperature`` holds its logarithm. It needs a higher learning rate
             than other parameters and no weight decay, which would pull t towards one;
@@ -373,10 +373,10 @@ class ESP(Mechanism):
 
 
 def default_slices(heads: int, head_dim: int) -> int:
-    """The number of slices of a head: few, but 64 in a layer, if its heads are wide enough.
+    """The number of slices of a head: few, but 32 in a layer, if its heads are wide enough.
 
     Example:
-        >>> default_slices(heads=8, head_dim=64), default_slices(heads=4, head_dim=64)
+        >>> default_slices(heads=8, head_dim=64), default_slices(heads=2, head_dim=64)
         (8, 16)
     """
     return min(head_dim, max(FEW_SLICES, -(-LAYER_SLICES // heads)))

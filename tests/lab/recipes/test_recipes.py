@@ -195,7 +195,7 @@ ALIKE = {
     "learnable-1", "learnable-32", "learnable-64", "frozen-8", "frozen-64",
     "squared-0.01", "squared-0.1", "squared-1", "absolute-0.03", "absolute-0.1", "absolute-1",
     "balanced-0.001", "learnt-from-0.1", "learnt-from-10", "only-harden", "anneal-soft",
-    "transformer-low-rate", "espformer-few-high-rate",
+    "transformer-low-rate", "espformer-default-high-rate",
 }  # fmt: skip
 
 CASES = [
