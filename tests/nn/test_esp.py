@@ -270,9 +270,9 @@ def test_weights_that_were_saved_with_another_number_of_slices_keep_it(heads, wi
     assert layer.mechanism.slicer().shape == (heads, 8, width)
     torch.testing.assert_close(layer(x), former(x))
     with pytest.raises(RuntimeError, match="size mismatch"):  # asked for, so not changed
-        Attention(64, heads, ESP(slices=9, learn_temperature=learnt), head_dim=width).load_state_dict(
-            former.state_dict()
-        )
+        Attention(
+            64, heads, ESP(slices=9, learn_temperature=learnt), head_dim=width
+        ).load_state_dict(former.state_dict())
 
 
 def test_weights_of_softmax_load_beside_frozen_slices():
