@@ -11,7 +11,6 @@ NAMES = {
     "espformer": "ESP",
     "espformer-paper": "ESP, paper's t",
     "espformer-default": "default ESP",
-    "espformer-axes": "ESP, all axes",
     "espformer-few": "ESP, 8 slices",
     "espformer-default-high-rate": "default ESP at the higher rate",
     "espformer-learnt": "ESP, learnt t",

@@ -28,8 +28,8 @@ from espformer.ops.esp.problem import LEAST_TEMPERATURE
 
 __all__ = ["ESP", "former_settings"]
 
-FEW_SLICES = 8  # of a head
-LAYER_SLICES = 32  # of all heads together, which matters if there are fewer than four
+FEW_SLICES = 8  # of each of several heads
+ONE_HEAD_SLICES = 64  # of a single head, beside which no other looks along other directions
 END_OF_SAVED = -1.0  # no option has a negative number
 OWN_ARGUMENTS = ("slicer", "slices", "learn_temperature", "learn_slice_weights", "backend")
 FIXED = ("slices", "learn_temperature", "learn_slice_weights")  # once the parameters exist
@@ -62,8 +62,8 @@ class ESP(Mechanism):
         slicer: "axis", "frozen" or "learnable" (separate directions per head), or a slicer.
             "auto", the default, uses frozen directions, or the axes if head_dim does not exceed
             `slices`. The cost is proportional to the number of slices.
-        slices: number of slices of a head. For "auto" it is 8 by default, or more if that makes
-            less than 32 in a layer of few heads, and at most head_dim; for the others, head_dim.
+        slices: number of slices of a head. For "auto" it is 8 by default, 64 for the only head
+            of a layer, and at most head_dim; for the others, head_dim.
         learn_temperature: learn one temperature per head, starting from `sort_temperature`. The
             parameter ``log_sort_temperature`` holds its logarithm. It needs a higher learning rate
             than other parameters and no weight decay, which would pull t towards one;
@@ -373,13 +373,13 @@ class ESP(Mechanism):
 
 
 def default_slices(heads: int, head_dim: int) -> int:
-    """The number of slices of a head: few, but 32 in a layer, if its heads are wide enough.
+    """The number of slices of a head: few, but many for the only head of a layer.
 
     Example:
-        >>> default_slices(heads=8, head_dim=64), default_slices(heads=2, head_dim=64)
-        (8, 16)
+        >>> default_slices(heads=8, head_dim=64), default_slices(heads=1, head_dim=64)
+        (8, 64)
     """
-    return min(head_dim, max(FEW_SLICES, -(-LAYER_SLICES // heads)))
+    return min(head_dim, ONE_HEAD_SLICES if heads == 1 else FEW_SLICES)
 
 
 def _attribute(name: str) -> property:
