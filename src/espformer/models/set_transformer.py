@@ -107,7 +107,7 @@ class ISAB(nn.Module):
         self.spread = MAB(dim, heads, mechanism, layer_norm=layer_norm, depth=depth)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        points = self.inducing_points.expand(len(x), -1, -1)
+        points = self.inducing_points.expand(x.shape[0], -1, -1)
         return self.spread(x, self.gather(points, x, context_mask=mask), mask=mask)
 
 
@@ -138,7 +138,7 @@ class PMA(nn.Module):
         self.mab = MAB(dim, heads, mechanism, layer_norm=layer_norm, depth=depth)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.mab(self.seeds.expand(len(x), -1, -1), x, context_mask=mask)
+        return self.mab(self.seeds.expand(x.shape[0], -1, -1), x, context_mask=mask)
 
 
 class SetTransformer(Classifier):

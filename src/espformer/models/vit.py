@@ -147,9 +147,9 @@ class VisionTransformer(Classifier):
             )
         x = self.patch_embed(inputs)
         if self.cls_token is not None:
-            x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)
+            x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
             if mask is not None:
-                mask = torch.cat([mask.new_ones(len(x), 1), mask], dim=1)
+                mask = torch.cat([mask.new_ones(x.shape[0], 1), mask], dim=1)
         x = self.dropout(x + self.pos_embed)
         for block in self.blocks:
             x = block(x, mask)

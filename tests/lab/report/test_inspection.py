@@ -51,8 +51,8 @@ def test_slice_weights_are_those_of_the_operator():
 def test_matrices_are_those_of_the_forward(runs):
     for run in runs.values():
         example = run.example(3)
-        (matrix,) = run.matrices(example)
-        assert matrix.shape == (2, 16, 16)
+        first, second = run.matrices(example)
+        assert first.shape == second.shape == (2, 17, 17)  # a class token and 16 patches
         assert example.picture.shape == (8, 8)
         assert 0 <= float(example.picture.min()) < float(example.picture.max()) <= 1
     rows, _ = sum_errors(torch.stack(runs["transformer"].matrices(runs["transformer"].example(0))))

@@ -58,8 +58,8 @@ def test_every_figure_is_there(desktop):
     # Softmax, differential (one matrix for both heads), Sinkhorn, three of ESP soft and hard.
     assert count("document.querySelectorAll('#maps .map canvas').length") == 2 + 1 + 2 + 4 + 4 + 4
     drawn = (
-        "[...document.querySelectorAll('.map canvas')].every(c => c.width === 16 && "
-        "c.getContext('2d').getImageData(0, 0, 16, 16).data.some(byte => byte > 0))"
+        "[...document.querySelectorAll('.map canvas')].every(c => c.width === 17 && "
+        "c.getContext('2d').getImageData(0, 0, 17, 17).data.some(byte => byte > 0))"
     )
     assert count(drawn)
     assert count("[...document.images].every(i => i.complete && i.naturalWidth > 0)")
@@ -125,15 +125,16 @@ def test_pointing_at_a_map_tells_the_weight_and_lights_up_the_input(desktop, run
         "(() => { const c = document.querySelector('#maps .map canvas');"
         "const b = c.getBoundingClientRect(), o = document.getElementById('overlay');"
         "const leave = () => c.dispatchEvent(new PointerEvent('pointerleave'));"
-        "leave(); const before = o.toDataURL(), at = {clientX: b.left + b.width * 2.5 / 16,"
-        "clientY: b.top + b.height * 5.5 / 16};"
+        "leave(); const before = o.toDataURL(), at = {clientX: b.left + b.width * 2.5 / 17,"
+        "clientY: b.top + b.height * 5.5 / 17};"
         "c.dispatchEvent(new PointerEvent('pointermove', at));"
         "const during = o.toDataURL(), tip = document.getElementById('tip').textContent;"
         "leave(); return [before, during, o.toDataURL(), tip]; })()"
     )
     assert said[0] == said[2] != said[1]
-    weight = re.fullmatch(r"query 6 → key 3weight (\S+)", said[3])[1]
-    matrix = runs["transformer"].matrices(runs["transformer"].example(0))[0]
+    weight = re.fullmatch(r"query 5 → key 2weight (\S+)", said[3])[1]
+    # The class token comes first.
+    matrix = runs["transformer"].matrices(runs["transformer"].example(0))[-1]
     assert float(weight) == pytest.approx(float(matrix[0, 5, 2]), rel=0.1, abs=1e-3)
 
 

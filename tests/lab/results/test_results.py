@@ -136,7 +136,7 @@ def test_the_section_says_what_happened():
     assert "data: a part of it" in text
     (claim,) = [line for line in text.splitlines() if "more accurate than softmax" in line]
     assert "(the paper) | ESP − softmax | +" in claim
-    assert "| 6 | < 0.0001 | ✓ held | patch=4 +" in claim
+    assert "| 6 | < 0.0001 | ✓ held (rows with different learning rates) | patch=4 +" in claim
     assert recipe.note.splitlines()[0] in text
     assert "ESP attention is more accurate than differential" not in text, "it was not run"
     assert "24 runs, seeds 0, 1, 2; 24.0 min of training, summed over runs.\n" in text
@@ -644,3 +644,16 @@ def test_revision_can_be_told(monkeypatch):
     monkeypatch.delenv("ESPFORMER_REVISION")
     monkeypatch.setenv("PATH", "")
     assert revision() is None
+
+
+def test_pairs_with_different_precision_are_marked():
+    made = [
+        {
+            "mechanism": label, "setting": "s", "seed": seed, "scores": {"test": value + seed / 9},
+            "config": {"trainer": {"precision": precision}},
+        }
+        for seed in range(3)
+        for label, value, precision in (("a", 51.0, "32-true"), ("b", 50.0, "bf16-mixed"))
+    ]  # fmt: skip
+    claim = Claim("a beats b", ("a", "test"), ("b", "test"))
+    assert verdict(claim, compare(claim, made)).words == "held (rows with different precision)"

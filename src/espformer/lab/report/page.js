@@ -78,6 +78,11 @@
     map.canvas.setAttribute("aria-label", `${map.name}, ${matrix.head}: attention of ${height} queries to ${width} keys; ${said}`);
   };
 
+  // Patches count from one, also behind a class token.
+  const named = (token, count) => {
+    const first = count === attention.tokens ? attention.tokens - patches : 0;
+    return patches && token < first ? "class" : `${patches ? token - first + 1 : token + 1}`;
+  };
   const watchMap = (map) => {
     map.canvas.addEventListener("pointermove", (event) => {
       const [height, width] = map.matrix.shape;
@@ -86,7 +91,7 @@
       const query = inside((event.clientY - box.top) / box.height, height);
       const key = inside((event.clientX - box.left) / box.width, width);
       const weights = map.values.slice(query * width, (query + 1) * width);
-      showTip(event, event.clientY + 16, make("b", {}, `query ${query + 1} → key ${key + 1}`), `weight ${weights[key].toPrecision(2)}`);
+      showTip(event, event.clientY + 16, make("b", {}, `query ${named(query, height)} → key ${named(key, width)}`), `weight ${weights[key].toPrecision(2)}`);
       if (map.point) map.point(weights, query);
     });
     for (const name of ["pointerleave", "pointercancel"]) {
@@ -149,7 +154,7 @@
   const showExample = (index) => {
     const example = attention.examples[index];
     shown.replaceChildren(overlay, example.picture
-      ? make("img", { src: example.picture, alt: `${example.name}, cut into ${attention.tokens} patches` })
+      ? make("img", { src: example.picture, alt: `${example.name}, cut into ${patches} patches` })
       : make("p", {}, example.text || example.name));
     cards.forEach((maps, i) => maps.forEach((map, h) => fillMap(map, attention.maps[index][i][h], attention.peak)));
   };

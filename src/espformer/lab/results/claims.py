@@ -143,12 +143,18 @@ def compare(claim: Claim, results: Sequence[dict[str, Any]]) -> Comparison | Non
 def _unlike(claim: Claim, pairs: list[tuple[Result, Result]]) -> tuple[str, ...]:
     """Name what differs within some pair; a score before training has no learning rate."""
     untrained = claim.row[1].startswith("start") and claim.other[1].startswith("start")
-    compared = {"batches": _batches} | ({} if untrained else {"learning rates": _learning_rate})
+    compared = {"batches": _batches, "precision": _precision}
+    if not untrained:
+        compared["learning rates"] = _learning_rate
     return tuple(
         name
         for name, settings in compared.items()
         if any(settings(one) != settings(other) for one, other in pairs)
     )
+
+
+def _precision(result: Result) -> Any:
+    return (result.get("config", {}).get("trainer") or {}).get("precision")
 
 
 def _learning_rate(result: Result) -> Any:

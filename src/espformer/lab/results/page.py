@@ -60,12 +60,13 @@ _RULES = """\
 ## How a claim is judged
 
 A claim compares two rows over pairs of runs with the same setting and seed. Such runs have the same
-batches, subsets and learning rate, unless the verdict says otherwise. They have the same initial
-weights if both rows have the same parameters and neither has frozen slices, which are drawn. The
-claim sets a threshold: 0 points for "is better", {margin} for "does no harm" or "loses nothing". It
-**held** if the 95 % interval of the mean difference lies above the threshold, **did not hold** if
-it lies below, and is **not decided** if the interval contains the threshold. p belongs to a paired,
-two-sided t-test against the threshold, so p < 0.05 says the same as the interval.
+batches, subsets, learning rate and precision, unless the verdict says otherwise. They have the same
+initial weights if both rows have the same parameters and neither has frozen slices, which are
+drawn. The claim sets a threshold: 0 points for "is better", {margin} for "does no harm" or "loses
+nothing". It **held** if the 95 % interval of the mean difference lies above the threshold, **did
+not hold** if it lies below, and is **not decided** if the interval contains the threshold. p
+belongs to a paired, two-sided t-test against the threshold, so p < 0.05 says the same as the
+interval.
 
 Limits of these tests: intervals describe the variation over seeds, not over test data, which are
 the same in all runs. With three pairs, the test relies on normally distributed differences; a test
@@ -171,12 +172,12 @@ def first_page(every: Sequence[tuple[Recipe, list[Result]]]) -> list[str]:
             f"- Our defaults: of {len(defaults)} such claims about them, {_counted(defaults)}."
         )
     held = [tested for tested in paper + defaults if tested.outcome == "held"]
-    unlike = sum("learning rates" in tested.unlike for tested in held)
+    unlike = sum(bool({"learning rates", "precision"} & {*tested.unlike}) for tested in held)
+    apart = f", and {unlike} compare rows with different learning rates or precision"
     lines.append(
         "- Verdicts are not corrected for their number: the more claims are tested, the more hold "
         f"by chance. Of the {len(held)} that held, {sum(tested.pairs <= 3 for tested in held)} "
-        "rest on two or three pairs of runs"
-        + (f", and {unlike} compare rows with different learning rates." if unlike else ".")
+        f"rest on two or three pairs of runs{apart if unlike else ''}."
     )
     lines += ["", *_scores(every)]
     lines += ["## The paper's claims", "", *_wrapped(_GAP)]
