@@ -41,6 +41,7 @@ ANNEALING_EPOCHS = 10
 # Annealing divides t by a hundred: the paper's 1e-3 becomes 1e-5, where soft and hard hardly
 # differ.
 FACTOR = 0.01 ** (1 / ANNEALING_EPOCHS)
+ANNEALING_RATE = 1e-4  # at that of training, 3e-3, annealing destroys what was learnt
 QUICK = ("trainer.epochs=2", "trainer.limit_batches=6")
 
 
@@ -114,8 +115,9 @@ def train_all(output: Path, quick: bool, console: Console) -> list[Path]:
             if has_sort_temperature(run.mechanism):
                 with progress.doing(f"{run.label}, t falls") as (hear, close):
                     scores = posttrain.anneal(
-                        directory, epochs=epochs, factor=FACTOR, progress=False, tell=hear
-                    )["scores"]
+                        directory, epochs=epochs, factor=FACTOR, learning_rate=ANNEALING_RATE,
+                        progress=False, tell=hear,
+                    )["scores"]  # fmt: skip
                     close(f"accuracy {scores['test']:.1f} %, hard {scores['hard']:.1f} %")
     return directories
 
