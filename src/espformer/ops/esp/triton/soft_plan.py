@@ -81,6 +81,8 @@ from espformer.ops.common.triton import (
     width_arguments,
 )
 from espformer.ops.esp.coupling import Coupling
+from espformer.ops.esp.cuda import recurrences
+from espformer.ops.esp.cuda.recurrences import RecurrencePlanKernels
 from espformer.ops.esp.triton import short_plan
 from espformer.ops.esp.triton.normalise import SortedSide
 from espformer.ops.esp.triton.primitives import (
@@ -1108,6 +1110,8 @@ class PlanGradients(NamedTuple):
 class PlanKernels:
     """The plans of some slices on rows of a dtype: launches of the chunk kernels."""
 
+    in_order = False
+
     def __init__(self, plan: Plan, dtype: torch.dtype) -> None:
         self.plan = plan
         self.chunks = Chunks.of(plan.key_points.shape, plan.metric, dtype)
@@ -1251,7 +1255,7 @@ def _cross_launches(chunks: Chunks, keys: int, queries: int, width: int) -> list
     )
 
 
-Kernels = PlanKernels | ShortPlanKernels
+Kernels = PlanKernels | ShortPlanKernels | RecurrencePlanKernels
 
 
 @once
@@ -1265,7 +1269,9 @@ def _grouped(
     """
     batch, slices, ranks = shape
     kind: type[Kernels] = PlanKernels
-    if short_plan.fits(shape, width, dtype, metric, with_inv_bandwidth):
+    if recurrences.fits(shape, width, dtype, metric, with_inv_bandwidth):
+        kind, pairs = RecurrencePlanKernels, batch * slices  # there is no scratch memory
+    elif short_plan.fits(shape, width, dtype, metric, with_inv_bandwidth):
         kind, pairs = ShortPlanKernels, batch * slices  # there is no scratch memory
     else:
         each = Chunks.of(shape, metric, dtype).scratch_bytes(width, backward)
@@ -1306,12 +1312,12 @@ def _heads(x: Tensor, group: Group | None) -> Tensor:
     return x if group is None else x[group[0]]
 
 
-def _row_buffer(out: Tensor, group: Group | None, slices: int) -> Tensor:
+def _row_buffer(out: Tensor, group: Group | None, slices: int, kernels: Kernels) -> Tensor:
     """The buffer for the rows of a group: `out` itself, or separate rows per slice if the order of
-    additions must not matter (deterministic algorithms).
+    additions must not matter (deterministic algorithms) and the kernels do not keep to one.
     """
     rows = _heads(out, group)
-    if not torch.are_deterministic_algorithms_enabled():
+    if kernels.in_order or not torch.are_deterministic_algorithms_enabled():
         return rows
     count = slices if group is None else group[1].stop - group[1].start
     return out.new_zeros(len(rows), count, *out.shape[1:])
@@ -1335,7 +1341,7 @@ def apply_plans(
     out = value.new_zeros(value.shape[0], queries, value.shape[-1], dtype=torch.float32)
     states: States = (None, None)
     for group, kernels in _groups(value, plan, backward=keep_states):
-        rows = _row_buffer(out, group, weight.shape[1])
+        rows = _row_buffer(out, group, weight.shape[1], kernels)
         weights = weight if group is None else weight[group]
         states = kernels.apply(_heads(value, group), weights, rows, ties=keep_states)
         _collect(out, group, rows)
@@ -1372,7 +1378,8 @@ def plan_gradients(
     learnt = found.inv_bandwidth is not None
     for group, kernels in _groups(value, plan, True, learnt):
         value_rows, upstream_rows = (
-            None if x is None else _row_buffer(x, group, slices) for x in (d_value, d_upstream)
+            None if x is None else _row_buffer(x, group, slices, kernels)
+            for x in (d_value, d_upstream)
         )
         kernels.grad(
             _heads(upstream, group), _heads(value, group),
