@@ -9,11 +9,13 @@ namespace {
 Arguments call;
 }
 
-extern "C" void launch(const char* name, int blocks, int threads, const Arguments* arguments) {
+extern "C" void launch(
+    const char* name, int blocks, int threads, bool last_first, const Arguments* arguments) {
     call = *arguments;
     const bool applies = !std::strcmp(name, "apply_plans");
     const bool crosses = !std::strcmp(name, "cross_plans");
-    emulator::run(blocks, threads, applies   ? [] { apply_plans(call); }
-                                   : crosses ? [] { cross_plans(call); }
-                                             : [] { plan_gradients(call); });
+    void (*kernel)() = applies   ? [] { apply_plans(call); }
+                       : crosses ? [] { cross_plans(call); }
+                                 : [] { plan_gradients(call); };
+    emulator::run(blocks, threads, last_first, kernel);
 }

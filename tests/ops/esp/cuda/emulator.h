@@ -1,11 +1,13 @@
-// CUDA on a CPU, for tests: one block at a time, whose threads are fibers that take turns at
-// barriers, shuffles and ballots.
+// CUDA on a CPU, for tests: one block at a time, whose threads are fibers that wait at barriers,
+// shuffles and ballots. Of those that need not wait the first one runs, or the last one: warps get
+// as far ahead of each other as barriers allow, so that missing ones are noticed.
 #pragma once
 
 #include <ucontext.h>
 
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <vector>
 
@@ -41,6 +43,9 @@ struct Fiber {
     ucontext_t context;
     std::vector<char> stack;
     bool done = false;
+    const Barrier* barrier = nullptr;  // that it waits at, in this round
+    int round = 0;
+    bool runs() const { return !done && (!barrier || barrier->round != round); }
 };
 
 std::vector<Fiber> fibers;
@@ -51,19 +56,16 @@ ucontext_t scheduler;
 int current;
 void (*body)();
 
-void yield() {
-    const int me = current;
-    swapcontext(&fibers[me].context, &scheduler);
-    threadIdx.x = current;
-}
-
 void wait(Barrier& barrier, int count) {
     if (++barrier.arrived == count) {
         barrier.arrived = 0;
         ++barrier.round;
-        return;
+    } else {
+        fibers[current].barrier = &barrier;
+        fibers[current].round = barrier.round;
     }
-    for (const int round = barrier.round; barrier.round == round;) yield();
+    // Also the last one to arrive: others may go first.
+    swapcontext(&fibers[current].context, &scheduler);
 }
 
 void wait_for_warp() { wait(warps[threadIdx.x / 32], 32); }
@@ -82,7 +84,7 @@ void start() {
     swapcontext(&fibers[current].context, &scheduler);
 }
 
-void run(int blocks, int threads, void (*kernel)()) {
+void run(int blocks, int threads, bool last_first, void (*kernel)()) {
     body = kernel;
     blockDim.x = threads;
     for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
@@ -100,14 +102,20 @@ void run(int blocks, int threads, void (*kernel)()) {
             fiber.context.uc_link = &scheduler;
             makecontext(&fiber.context, start, 0);
         }
-        for (bool busy = true; busy;) {
-            busy = false;
-            for (current = 0; current < threads; ++current) {
-                if (fibers[current].done) continue;
-                busy = true;
-                threadIdx.x = current;
-                swapcontext(&scheduler, &fibers[current].context);
+        for (int i = 0; i < threads;) {
+            current = last_first ? threads - 1 - i : i;
+            Fiber& fiber = fibers[current];
+            if (!fiber.runs()) {
+                ++i;
+                continue;
             }
+            fiber.barrier = nullptr;
+            threadIdx.x = current;
+            swapcontext(&scheduler, &fiber.context);
+            i = 0;
+        }
+        for (const Fiber& fiber : fibers) {
+            if (!fiber.done) std::abort();  // a barrier that some threads did not come to
         }
     }
 }

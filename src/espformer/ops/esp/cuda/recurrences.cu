@@ -121,7 +121,7 @@ struct Fetched {
     int token[ENTRIES];
     float scale[WITH_SCALES ? ENTRIES : 1];
     float mid_scale[ENTRIES];
-    float there[2];  // of the warp with the number of this lane: its point that is next to this warp
+    float there[2];  // the point next to this warp of the warp that has the number of this lane
     float weight;
 };
 
@@ -696,6 +696,9 @@ plan_gradients(const Arguments call) {
             __syncthreads();
             collect(of_keys, keys, &scratch.first[0]);
             collect(of_queries, queries, &scratch.first[1]);
+            // Before the next barrier, since the next slice writes there.
+            collect_ties(of_keys, keys, &scratch.tied[0], call.key_points + ranks, N);
+            collect_ties(of_queries, queries, &scratch.tied[1], call.query_points + ranks, N);
             // κ_k x and κ_q g would not fit in registers together, so one of them is parked.
             Products products = times_kappa(key_rows, of_keys, keys);
 #pragma unroll
@@ -743,7 +746,6 @@ plan_gradients(const Arguments call) {
                 call.totals[pair] = sum;
             }
             collect(of_products, queries, &scratch.second[0]);
-            collect_ties(of_queries, queries, &scratch.tied[1], call.query_points + ranks, N);
             collect_ties(of_products, queries, &scratch.tied[2], call.query_points + ranks, N);
             float force[RANKS], of_scale[RANKS];
             {
@@ -770,7 +772,6 @@ plan_gradients(const Arguments call) {
             }
 #pragma unroll
             for (int i = 0; i < RANKS; ++i) products.x[i] = scratch.parked[i][threadIdx.x];
-            collect_ties(of_keys, keys, &scratch.tied[0], call.key_points + ranks, N);
             collect(of_back, keys, &scratch.second[1]);
             collect_ties(of_back, keys, &scratch.tied[3], call.key_points + ranks, N);
             Products rows;
