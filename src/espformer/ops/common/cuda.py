@@ -1,8 +1,8 @@
 """CUDA C++ kernels: compiled by NVRTC, which comes with torch, and launched through the driver.
 
 Nothing has to be installed, neither a compiler nor headers. A kernel is compiled for the GPU of a
-call when it is first needed, in a few seconds; the machine code is kept on disk, in
-``~/.cache/espformer`` or the directory that the environment variable ESPFORMER_CACHE names.
+call when it is first needed, in a few seconds; the machine code is kept in the folder `kernels` of
+``~/.cache/espformer``, or of the directory that the environment variable ESPFORMER_CACHE names.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _check(result: int, what: str) -> None:
 def cache_directory() -> Path:
     """Where machine code is kept."""
     told = os.environ.get("ESPFORMER_CACHE")
-    return Path(told) if told else Path.home() / ".cache" / "espformer"
+    return (Path(told) if told else Path.home() / ".cache" / "espformer") / "kernels"
 
 
 def machine_code(source: Path, options: Sequence[str]) -> bytes:

@@ -77,7 +77,7 @@ def dense_plans(
 def close(got: Tensor | None, expected: Tensor, what: str) -> None:
     assert got is not None
     error = (got.double() - expected).norm() / expected.norm().clamp(min=1e-3)
-    assert error <= 2e-6, f"{what}: relative error {float(error):.1e}"
+    assert error <= 1e-5, f"{what}: relative error {float(error):.1e}"
 
 
 # Segments past the end, one rank; several warps and several segments in a warp; two blocks of
@@ -189,7 +189,7 @@ def test_deterministic_algorithms_add_slices_in_order() -> None:
         torch.use_deterministic_algorithms(False)
     for x, y, z in zip(found, *again, strict=True):
         assert torch.equal(y, z)
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+        assert (x - y).norm() <= 1e-5 * y.norm()
 
 
 def test_where_recurrences_fit(monkeypatch: pytest.MonkeyPatch) -> None:
