@@ -86,7 +86,7 @@ def compare(
         )  # fmt: skip
         rows += measure(case, ways, options.rounds, device)
     stated = machine(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]], device)
-    stated["dtype"] = dtype
+    stated["dtype"], stated["slices"] = dtype, "one per column"
     stated["times"] = f"milliseconds of a replayed graph, medians; {IN_A_ROW} in a row"
     print_table(rows, stated)
     if any(row.failed for row in rows):
