@@ -1,8 +1,7 @@
 """CUDA C++ kernels: compiled by NVRTC, which comes with torch, and launched through the driver.
 
 Nothing has to be installed, neither a compiler nor headers. A kernel is compiled for the GPU of a
-call when it is first needed, in a few seconds; the machine code is kept in the folder `kernels` of
-``~/.cache/espformer``, or of the directory that the environment variable ESPFORMER_CACHE names.
+call when it is first needed, in a second or two; Triton's cache keeps the machine code.
 """
 
 from __future__ import annotations
@@ -10,52 +9,65 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
 import site
 import struct
-import sys
-import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.runtime import driver as triton_driver
+from triton.runtime.cache import get_cache_manager
 
 DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 FREE_SHARED_BYTES = 48 << 10  # what a kernel may use without asking
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+TRIAL = b'extern "C" __global__ void trial() {}'
 
 
 class CudaError(RuntimeError):
     """A call of the driver or of the compiler failed."""
 
 
+class Limits(NamedTuple):
+    """Of a GPU."""
+
+    processors: int
+    shared_bytes: int  # that a block may ask for
+
+
 @functools.cache
-def compiler() -> ctypes.CDLL | None:
-    """NVRTC of the CUDA version that torch was built for; None where there is none."""
+def limits(device: int) -> Limits:
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", FREE_SHARED_BYTES)
+    return Limits(properties.multi_processor_count, shared)
+
+
+@functools.cache
+def _compiler() -> ctypes.CDLL:
+    """NVRTC of the CUDA version that torch was built for: torch's own copy, or the system's."""
     if torch.version.cuda is None:
-        return None
-    major = torch.version.cuda.split(".")[0]
-    name = f"nvrtc64_{major}0_0.dll" if sys.platform == "win32" else f"libnvrtc.so.{major}"
+        raise CudaError("this torch was not built for CUDA")
+    name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
     torch_directory = Path(torch.__file__).parent
-    found: list[str | Path] = [name, torch_directory / "lib" / name]
+    places = [torch_directory / "lib" / name]
     for packages in dict.fromkeys([str(torch_directory.parent), *site.getsitepackages()]):
-        found += sorted(Path(packages).glob(f"nvidia/*/lib/{name}"))
-    for place in found:
+        places += sorted(Path(packages).glob(f"nvidia/*/lib/{name}"))
+    for place in (*map(str, places), name):
         try:
-            return ctypes.CDLL(str(place))
+            return ctypes.CDLL(place)
         except OSError:
             continue
-    return None
+    raise CudaError(f"{name}, the compiler that comes with torch for CUDA, was not found")
 
 
 @functools.cache
 def _driver() -> Any:
-    driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    grid = [c_uint] * 7
-    driver.cuLaunchKernel.argtypes = [c_void_p, *grid, c_void_p, c_void_p, c_void_p]
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuLaunchKernel.argtypes = [c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p]
     return driver
 
 
@@ -67,35 +79,62 @@ def _check(result: int, what: str) -> None:
         raise CudaError(f"{what}: {told} (CUDA error {result})")
 
 
-def cache_directory() -> Path:
-    """Where machine code is kept."""
-    told = os.environ.get("ESPFORMER_CACHE")
-    return (Path(told) if told else Path.home() / ".cache" / "espformer") / "kernels"
+@functools.cache
+def _target(device: int) -> str:
+    """The newest architecture that NVRTC knows and that runs on the device."""
+    nvrtc, count = _compiler(), c_int()
+    nvrtc.nvrtcGetNumSupportedArchs(byref(count))
+    known = (c_int * count.value)()
+    nvrtc.nvrtcGetSupportedArchs(known)
+    major, minor = torch.cuda.get_device_capability(device)
+    fitting = [arch for arch in known if 10 * major <= arch <= 10 * major + minor]
+    if not fitting:
+        raise CudaError(
+            f"NVRTC {'.'.join(map(str, _version()))} does not know GPUs of compute capability "
+            f"{major}.{minor}"
+        )
+    return f"sm_{max(fitting)}"
+
+
+def _version() -> tuple[int, int]:
+    major, minor = c_int(), c_int()
+    _compiler().nvrtcVersion(byref(major), byref(minor))
+    return major.value, minor.value
+
+
+@functools.cache
+def can_compile(device: int) -> bool:
+    """Whether kernels can be compiled for a device; if not, a warning says why."""
+    if not torch.cuda.is_available():  # fake tensors on a machine without a GPU
+        return False
+    try:
+        _compile("trial.cu", TRIAL, [f"--gpu-architecture={_target(device)}"])
+    except CudaError as error:
+        warnings.warn(
+            f"espformer: {error}; float32 attention runs in slower kernels, whose results differ "
+            "by rounding",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def machine_code(source: Path, options: Sequence[str]) -> bytes:
     """A source compiled with some options of NVRTC: from the cache, if it is there."""
-    nvrtc = compiler()
-    if nvrtc is None:
-        raise CudaError(
-            f"{source.name}: NVRTC, the compiler of torch's CUDA version, was not found; it comes "
-            "with torch for CUDA"
-        )
-    text = source.read_bytes()
-    version = c_int(), c_int()
-    nvrtc.nvrtcVersion(byref(version[0]), byref(version[1]))
-    state = "\0".join([*options, *(str(number.value) for number in version)]).encode() + text
-    name = f"{source.stem}-{hashlib.sha256(state).hexdigest()[:32]}.cubin"
-    try:
-        return (cache_directory() / name).read_bytes()
-    except OSError:
-        code = _compile(nvrtc, source.name, text, options)
-    _keep(cache_directory() / name, code)
+    text, name = source.read_bytes(), f"{source.stem}.cubin"
+    state = "\0".join([*options, str(_version())]).encode() + b"\0" + text
+    cache = get_cache_manager(hashlib.sha256(state).hexdigest())
+    kept = cache.get_file(name)
+    if kept is not None:
+        return Path(kept).read_bytes()
+    code = _compile(source.name, text, options)
+    cache.put(code, name)
     return code
 
 
-def _compile(nvrtc: ctypes.CDLL, name: str, text: bytes, options: Sequence[str]) -> bytes:
-    program, size = c_void_p(), c_size_t()
+def _compile(name: str, text: bytes, options: Sequence[str]) -> bytes:
+    nvrtc, program, size = _compiler(), c_void_p(), c_size_t()
     if nvrtc.nvrtcCreateProgram(byref(program), text, name.encode(), 0, None, None):
         raise CudaError(f"{name}: NVRTC could not read the source")
     try:
@@ -114,43 +153,40 @@ def _compile(nvrtc: ctypes.CDLL, name: str, text: bytes, options: Sequence[str])
         nvrtc.nvrtcDestroyProgram(byref(program))
 
 
-def _keep(path: Path, code: bytes) -> None:
-    """Writes a file as a whole or not at all. Without a place to write only time is lost."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code)
-        Path(file.name).replace(path)
-    except OSError:
-        return
+@functools.cache
+def _primary_context(device: int) -> c_void_p:
+    handle, context = c_int(), c_void_p()
+    _check(_driver().cuDeviceGet(byref(handle), device), f"finding GPU {device}")
+    retained = _driver().cuDevicePrimaryCtxRetain(byref(context), handle)
+    _check(retained, f"the context of GPU {device}")
+    return context
 
 
-@functools.lru_cache(64)
-def _module(source: Path, options: tuple[str, ...], device: int) -> c_void_p:
-    code, module = machine_code(source, options), c_void_p()
-    result = _driver().cuModuleLoadData(byref(module), code)
-    if result == INVALID_CONTEXT:  # torch has not used this device in this thread
-        with torch.cuda.device(device):
-            torch.cuda.synchronize()
-        result = _driver().cuModuleLoadData(byref(module), code)
-    _check(result, f"loading {source.name}")
-    return module
+def _call(device: int, what: str, name: str, *arguments: Any) -> None:
+    """A call of the driver, in the context of torch; a new thread has none yet."""
+    function = getattr(_driver(), name)
+    result = function(*arguments)
+    if result == INVALID_CONTEXT:
+        _check(_driver().cuCtxSetCurrent(_primary_context(device)), what)
+        result = function(*arguments)
+    _check(result, what)
 
 
-@functools.lru_cache(256)
+@functools.cache
 def _function(
-    source: Path, name: str, definitions: tuple[tuple[str, int], ...], device: int, shared: int
+    source: Path, name: str, definitions: tuple[tuple[str, int], ...], device: int
 ) -> c_void_p:
-    major, minor = torch.cuda.get_device_capability(device)
-    options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]
+    """A kernel, which may ask for all the shared memory of a block."""
+    options = [f"--gpu-architecture={_target(device)}", "--std=c++17"]
     options += [f"-D{key}={value}" for key, value in definitions]
-    module, function = _module(source, tuple(options), device), c_void_p()
-    _check(_driver().cuModuleGetFunction(byref(function), module, name.encode()), f"finding {name}")
-    if shared > FREE_SHARED_BYTES:
-        _check(
-            _driver().cuFuncSetAttribute(function, DYNAMIC_SHARED_BYTES, shared),
-            f"asking for {shared} bytes of shared memory for {name}",
-        )
+    module, function = c_void_p(), c_void_p()
+    code = machine_code(source, options)
+    _call(device, f"loading {source.name}", "cuModuleLoadData", byref(module), code)
+    arguments = byref(function), module, name.encode()
+    _call(device, f"finding {name}", "cuModuleGetFunction", *arguments)
+    most = limits(device).shared_bytes
+    what = f"asking for {most} bytes of shared memory for {name}"
+    _call(device, what, "cuFuncSetAttribute", function, DYNAMIC_SHARED_BYTES, most)
     return function
 
 
@@ -158,8 +194,8 @@ class CudaLaunch:
     """A kernel of a source, with its grid and all arguments but its tensors.
 
     A kernel has a single argument: a struct of pointers, in the order of the tensors of a call, and
-    then of 32-bit integers, `numbers`. Tensors are contiguous and on the current
-    device, which :func:`espformer.ops.common.operators.operator` sees to.
+    then of 32-bit integers, `numbers`. Tensors are contiguous and on the current device, which
+    :func:`espformer.ops.common.operators.operator` sees to.
     """
 
     __slots__ = ("definitions", "grid", "name", "numbers", "source")
@@ -181,12 +217,13 @@ class CudaLaunch:
 
     def __call__(self, device: int, *tensors: Tensor | None) -> None:
         blocks, threads, shared = self.grid
-        function = _function(self.source, self.name, self.definitions, device, shared)
+        if not blocks:
+            return
+        function = _function(self.source, self.name, self.definitions, device)
         packed = self.packed(tensors)
         arguments = (c_void_p * 1)(ctypes.addressof(packed))
-        stream = torch.cuda.current_stream(device).cuda_stream
-        result = _driver().cuLaunchKernel(
-            function, blocks, 1, 1, threads, 1, 1, shared, stream, arguments, None
-        )
-        if result:
-            _check(result, f"launching {self.name}")
+        stream = triton_driver.active.get_current_stream(device)
+        _call(
+            device, f"launching {self.name}", "cuLaunchKernel", function, blocks, 1, 1, threads, 1,
+            1, shared, stream, arguments, None,
+        )  # fmt: skip

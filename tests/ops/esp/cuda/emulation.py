@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from espformer.ops.common.cuda import CudaLaunch
+from espformer.ops.common.cuda import CudaLaunch, Limits
 from espformer.ops.esp.cuda import recurrences
 
 HERE = Path(__file__).parent
-H200 = 132, 227 << 10  # multiprocessors, shared memory of a block in bytes
-EMULATED = 1, H200[1]  # so few that a block has several slices
+H200 = Limits(processors=132, shared_bytes=227 << 10)
 
 
 @functools.cache
@@ -41,7 +40,7 @@ def launch(self: CudaLaunch, device: int, *tensors: Tensor | None) -> None:
     """Whichever warps are ahead, results are the same."""
     assert all(x is None or x.is_contiguous() for x in tensors)
     blocks, threads, shared = self.grid
-    assert shared <= H200[1]
+    assert shared <= H200.shared_bytes
     emulated = library(self.source, self.definitions)
     before = [None if x is None else x.clone() for x in tensors]
     found = []
@@ -57,9 +56,10 @@ def launch(self: CudaLaunch, device: int, *tensors: Tensor | None) -> None:
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches run on the CPU, as if it were a GPU."""
+    """Launches run on the CPU, as if it were a GPU; a head has one block, with several slices."""
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler for the emulator")
     monkeypatch.setattr(CudaLaunch, "__call__", launch)
-    monkeypatch.setattr(recurrences, "limits", lambda: EMULATED)
-    monkeypatch.setattr(recurrences, "_can_compile", lambda: True)
+    on_gpu = {torch.float32: H200}
+    monkeypatch.setattr(recurrences, "limits", lambda x: on_gpu.get(x.dtype))
+    monkeypatch.setattr(recurrences, "_blocks", lambda *_: 1)

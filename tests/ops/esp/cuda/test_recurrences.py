@@ -1,5 +1,7 @@
 """Recurrences against dense kernel matrices in float64, on a GPU or by emulation."""
 
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ pytest.importorskip("triton")
 
 import espformer
 from espformer.ops.common import triton as launches
+from espformer.ops.common.cuda import Limits
 from espformer.ops.esp.cuda import recurrences
 from espformer.ops.esp.cuda.recurrences import RecurrencePlanKernels, Tiling, fits
 from espformer.ops.esp.triton.soft_plan import Plan, PlanGradients
@@ -19,9 +22,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)
-def _somewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def _somewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On a GPU, or in the emulation; also where there are fewer slices than it takes."""
     if DEVICE == "cpu":
         emulate(monkeypatch)
+    monkeypatch.setattr(recurrences, "LEAST_PAIRS", 1)
+    launches.forget()
+    yield
     launches.forget()
 
 
@@ -89,6 +96,7 @@ CASES = [
     pytest.param(70, 64, 0.0, False, id="N70-D64-rows"),
     pytest.param(70, 64, 0.3, False, id="N70-D64-rows-ties"),
     pytest.param(130, 8, 0.3, True, id="N130-D8-ties"),
+    pytest.param(150, 16, 0.3, False, id="N150-D16-rows-ties"),
     pytest.param(50, 10, 0.0, False, id="N50-D10-rows"),
     pytest.param(80, 64, 10.0, False, id="N80-D64-rows-all-tied"),
     pytest.param(300, 40, 0.05, True, id="N300-D40-ties", marks=pytest.mark.slow),
@@ -155,13 +163,13 @@ def test_attention(
 ) -> None:
     """As part of the whole operator, with padding; with pieces, ranks share a token."""
     names: list[str] = []
-    run = RecurrencePlanKernels._run
+    launch = RecurrencePlanKernels._launch
 
-    def counted(self: RecurrencePlanKernels, name: str, *args: Any, **kwargs: Any) -> None:
+    def counted(self: RecurrencePlanKernels, name: str, *args: Any) -> Any:
         names.append(name)
-        run(self, name, *args, **kwargs)
+        return launch(self, name, *args)
 
-    monkeypatch.setattr(RecurrencePlanKernels, "_run", counted)
+    monkeypatch.setattr(RecurrencePlanKernels, "_launch", counted)
     sizes = (queries, 2), (keys, 2), (keys, 4)
     q, k, v = (torch.randn(2, 1, *size, device=DEVICE) for size in sizes)
     key_mask = torch.arange(keys, device=DEVICE) < torch.tensor([[keys - 2], [keys]], device=DEVICE)
@@ -177,43 +185,57 @@ def test_attention(
     assert names == ["cross_plans", "apply_plans", *gradients]
 
 
-def test_deterministic_algorithms_add_slices_in_order() -> None:
-    q, k, v = torch.randn(3, 1, 1, 20, 4, device=DEVICE).unbind()
-    slices = torch.randn(30, 4, device=DEVICE)
-    found = attend(q, k, v, "triton", slices=slices)
-    torch.use_deterministic_algorithms(True)
-    try:
-        launches.forget()
-        again = [attend(q, k, v, "triton", slices=slices) for _ in range(2)]
-    finally:
-        torch.use_deterministic_algorithms(False)
-    for x, y, z in zip(found, *again, strict=True):
-        assert torch.equal(y, z)
+@pytest.mark.gpu
+def test_lengths_one_after_another() -> None:
+    """Of one kernel, with more shared memory, with less, and with more again."""
+    for ranks in (208, 193, 208):
+        q, k, v = torch.randn(3, 1, 4, ranks, 64, device="cuda").unbind()
+        got = attend(q, k, v, "triton")
+        expected = attend(q.double(), k.double(), v.double(), "linear")
+        for x, y in zip(got, expected, strict=True):
+            assert (x.double() - y).norm() <= 2e-5 * y.norm()
+
+
+@pytest.mark.gpu
+def test_a_thread_that_torch_has_not_used_the_gpu_in() -> None:
+    q, k, v = torch.randn(3, 1, 8, 40, 16, device="cuda").unbind()
+    expected, found = attend(q, k, v, "triton"), []
+    thread = threading.Thread(target=lambda: found.append(attend(q, k, v, "triton")))
+    thread.start()
+    thread.join()
+    for x, y in zip(found[0], expected, strict=True):
         assert (x - y).norm() <= 1e-5 * y.norm()
 
 
 def test_where_recurrences_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrences, "limits", lambda: H200)
-    monkeypatch.setattr(recurrences, "_can_compile", lambda: True)
+    monkeypatch.setattr(recurrences, "LEAST_PAIRS", 128)
 
-    def fitting(ranks: int, width: int = 64, **other: Any) -> bool:
-        options = {"dtype": torch.float32, "metric": "absolute", "learnt": False} | other
-        return fits((8, 8, ranks), width, **options)
+    def fitting(ranks: int, width: int = 64, limits: Limits | None = H200, **other: bool) -> bool:
+        conditions = {"learnt": False, "deterministic": False} | other
+        return fits((16, 8, ranks), width, "absolute", device_limits=limits, **conditions)
 
     assert all(fitting(n) for n in (1, 197, 256, 1024, 2048))
     assert all(fitting(197, width) for width in (2, 4, 8, 48, 256))
-    assert not fitting(4096), "two tiles of a head do not fit in shared memory"
+    assert not fitting(2400), "two tiles of a head do not fit in shared memory"
     assert not fitting(0)
     assert not fitting(197, 7), "rows are loaded by two columns"
-    assert not fitting(197, dtype=torch.bfloat16)
-    assert not fitting(197, metric="squared")
+    assert not fitting(197, limits=None), "16-bit rows, or no GPU"
     assert not fitting(197, learnt=True)
+    assert not fitting(197, deterministic=True)
+    assert not fits((16, 8, 197), 64, "squared", False, False, H200)
+    assert not fits((1, 8, 197), 64, "absolute", False, False, H200), "few slices"
+
+
+def test_only_float32_rows_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert recurrences.limits(torch.zeros(1)) is None
+    assert recurrences.limits(torch.zeros(1, device=DEVICE, dtype=torch.bfloat16)) is None
 
 
 def test_tilings() -> None:
     """Columns at a time and warps; a smaller GPU has fewer columns, or none."""
 
-    def tiling(ranks: int, width: int, most: int = H200[1]) -> tuple[int, int] | None:
+    def tiling(ranks: int, width: int, most: int = H200.shared_bytes) -> tuple[int, int] | None:
         found = Tiling.of(ranks, width, False, True, (ranks,), most)
         return None if found is None else (found.columns, found.warps)
 
@@ -226,10 +248,10 @@ def test_tilings() -> None:
     assert tiling(2048, 64, 99 << 10) is None
 
 
-def test_heads_share_the_multiprocessors() -> None:
-    tiling = Tiling.of(197, 64, False, False, (197,), H200[1])
+def test_heads_share_the_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    tiling = Tiling.of(197, 64, False, False, (197,), H200.shared_bytes)
     assert tiling is not None
-    assert recurrences._blocks(512, 8, tiling, False, 132) == 1
-    assert recurrences._blocks(64, 8, tiling, False, 132) == 2, "128 blocks, all at once"
-    assert recurrences._blocks(1, 8, tiling, False, 132) == 8
-    assert recurrences._blocks(1, 8, tiling, True, 132) == 1
+    assert recurrences._blocks(512, 8, tiling, H200) == 1
+    assert recurrences._blocks(64, 8, tiling, H200) == 2, "128 blocks, all at once"
+    assert recurrences._blocks(1, 8, tiling, H200) == 8

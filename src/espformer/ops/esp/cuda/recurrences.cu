@@ -2,6 +2,7 @@
 // ranks. `recurrences.py` explains the method, compiles these kernels and launches them.
 //
 // The host defines:
+//   KERNEL           which one is compiled: APPLY_PLANS, CROSS_PLANS or PLAN_GRADIENTS
 //   COLUMNS          of the rows that a block works on at a time: 4, 8, 16, 32 or 64
 //   WARPS            of a block
 //   WITH_SCALES      whether there are key_scale and query_scale
@@ -15,8 +16,8 @@ constexpr int RANKS = 16;               // of a segment
 constexpr int LANES = COLUMNS / 2;      // of a segment: each has two columns
 constexpr int SEGMENTS = 32 / LANES;    // of a warp
 constexpr int SPAN = RANKS * SEGMENTS;  // ranks of a warp
-constexpr int LEVELS = SEGMENTS == 16 ? 4 : SEGMENTS == 8 ? 3 : SEGMENTS / 2;
-static_assert(SEGMENTS <= 16, "at least four columns");
+constexpr int log_2(int x) { return x == 1 ? 0 : 1 + log_2(x / 2); }
+constexpr int LEVELS = log_2(SEGMENTS);
 constexpr u32 ALL = 0xffffffffu;
 
 // ---- two neighbouring columns of a row ----------------------------------------------------------
@@ -65,7 +66,8 @@ struct Arguments {
     const float *inv_bandwidth;  // by head
     const float *weight;         // by (head, slice)
     const float *x, *g;          // rows of the keys and of the queries, by head and token
-    float *dx, *dg;              // likewise; `dg` is also what plans are added to
+    float* out;                  // what plans are added to, like g
+    float *dx, *dg;
     // Gradients, by (head, slice) and rank.
     float *d_query_points, *d_key_points, *d_mid_scale, *d_query_scale, *d_key_scale;
     float *totals;  // ⟨g, plan x⟩ without the weight, by (head, slice)
@@ -84,8 +86,8 @@ constexpr int ENTRIES = SPAN / 16;  // ranks of a warp that a lane fetches, of b
 // What a warp keeps of one side in shared memory.
 struct Ranks {
     float decay[SPAN];  // from the rank before
-    u32 row[SPAN];      // where the row of a token is, in bytes
-    u32 slot[SPAN];     // where it is in a tile
+    u32 row[SPAN];      // where the row of its token begins, in bytes
+    u32 slot[SPAN];     // where it begins in a tile, in bytes
     float scale[WITH_SCALES ? SPAN : 4];
     float point[SEGMENTS > 1 ? SPAN : 4];
     float between[(WARPS + 3) / 4 * 4];  // decay between this warp and every other
@@ -201,7 +203,9 @@ __device__ __forceinline__ Side open_side(
     return side;
 }
 
-// Ranks past the end have the last point, a row that is not read, and a slot that nobody reads.
+// Ranks past the end have the last point and a row that is not read. What they add to a tile, and
+// what ranks add that share a token with another one (with pieces; their scale is zero), goes to a
+// spare slot after the others, which threads write in any order and nobody reads.
 __device__ __forceinline__ Sides open_slice(
     Tables* tables, const Fetched& fetched, const Arguments& call, float rate) {
     const int lane = lane_of_warp(), first = warp_of_block() * SPAN;
@@ -299,7 +303,7 @@ struct Products {
     __device__ __forceinline__ Pair operator[](int i) const { return x[i]; }
 };
 
-// Adds a row to a slot of a tile. Only one segment of a slice has this token.
+// Adds a row to a slot of a tile. In a slice only one thread does so, but for the spare slot.
 __device__ __forceinline__ void add_to_tile(float* tile, u32 slot, Pair row, float factor) {
     Pair* to = reinterpret_cast<Pair*>(
         reinterpret_cast<char*>(tile + lane_of_warp() % LANES * 2) + slot);
@@ -403,28 +407,38 @@ __device__ __forceinline__ void collect(Carry& carry, const Side& side, Exchange
     }
 }
 
-// The parts of the sums that belong to equal points, from as many segments as share the point.
+// The first of the sorted points that is at least x, or, with `above`, larger: the number of those
+// before it.
+__device__ __forceinline__ int count_below(const float* points, float x, bool above, int N) {
+    int begin = 0, end = N;
+    while (begin < end) {
+        const int middle = (begin + end) / 2;
+        const bool below = above ? points[middle] <= x : points[middle] < x;
+        if (below) begin = middle + 1;
+        else end = middle;
+    }
+    return begin;
+}
+
+// The parts of the sums that belong to equal points, from as many segments as share the point. If
+// all ranks on a side do, the part is the sum itself, without rounding.
 __device__ __forceinline__ void collect_ties(
     Carry& carry, const Side& side, TiedExchange* tied, const float* points, int N) {
     carry.left_tied = carry.right_tied = {0.f, 0.f};
     const int s = warp_of_block() * SEGMENTS + segment_of_warp();
     if (side.ties & 1) {
-        const float mine = point_at(points, s * RANKS, N);
-        int other = s;
-        do {
-            --other;
+        const int first = count_below(points, point_at(points, s * RANKS, N), false, N);
+        for (int other = first / RANKS; other < s; ++other) {
             carry.left_tied = carry.left_tied + at(tied->left, other);
-        } while (other > 0 && point_at(points, other * RANKS - 1, N) == mine);
-        if (mine == points[0]) carry.left_tied = carry.left;  // all of it, without rounding
+        }
+        if (first == 0) carry.left_tied = carry.left;
     }
     if (side.ties >> RANKS & 1) {
-        const float mine = point_at(points, s * RANKS + RANKS - 1, N);
-        int other = s;
-        do {
-            ++other;
+        const int end = count_below(points, point_at(points, (s + 1) * RANKS, N), true, N);
+        for (int other = s + 1; end < N && other * RANKS < end; ++other) {
             carry.right_tied = carry.right_tied + at(tied->right, other);
-        } while ((other + 1) * RANKS < N && point_at(points, (other + 1) * RANKS, N) == mine);
-        if (mine == points[N - 1]) carry.right_tied = carry.right;
+        }
+        if (end == N) carry.right_tied = carry.right;
     }
 }
 
@@ -523,6 +537,11 @@ struct Scratch {
 
 static_assert(sizeof(Scratch) == SCRATCH_BYTES, "the host computes another size");
 
+#define APPLY_PLANS 1
+#define CROSS_PLANS 2
+#define PLAN_GRADIENTS 3
+
+#if KERNEL == APPLY_PLANS || defined(EMULATED)
 // out += Σ_l weight_l · query_scale · κ_q (mid_scale · κ_k (key_scale · x))
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 apply_plans(const Arguments call) {
@@ -533,7 +552,7 @@ apply_plans(const Arguments call) {
     const int N = call.ranks, D = call.width, w = warp_of_block();
     const float rate = call.inv_bandwidth[head] * LOG2E;
     const float* x = call.x + (i64)head * call.keys * D;
-    float* out = call.dg + (i64)head * call.queries * D;
+    float* out = call.out + (i64)head * call.queries * D;
     const int end = min(call.slices, (part + 1) * call.at_once);
     for (int start = 0; start < D; start += COLUMNS) {
         const int column = start + lane_of_warp() % LANES * 2;
@@ -574,7 +593,9 @@ apply_plans(const Arguments call) {
         __syncthreads();
     }
 }
+#endif
 
+#if KERNEL == CROSS_PLANS || defined(EMULATED)
 // totals = Σ_n mid_scale_n (κ_q (query_scale · g))_n · (κ_k (key_scale · x))_n for every slice
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 cross_plans(const Arguments call) {
@@ -596,8 +617,8 @@ cross_plans(const Arguments call) {
         float sum = 0.f;
         for (int start = 0; start < D; start += COLUMNS) {
             const int column = start + lane_of_warp() % LANES * 2;
-            // Two exchanges in turn, so that one barrier is enough.
-            Exchange* exchange = (l - begin + start / COLUMNS) % 2 ? scratch.second : scratch.first;
+            // Two exchanges in turn, so that one barrier is enough between blocks of columns.
+            Exchange* exchange = start / COLUMNS % 2 ? scratch.second : scratch.first;
             const Rows key_rows = load_rows(x, keys, column, D, N);
             const Rows query_rows = load_rows(g, queries, column, D, N);
             Carry of_keys = publish<false>(key_rows, keys, &exchange[0], nullptr);
@@ -622,7 +643,9 @@ cross_plans(const Arguments call) {
         }
     }
 }
+#endif
 
+#if KERNEL == PLAN_GRADIENTS || defined(EMULATED)
 struct GradientScratch : Scratch {
     TiedExchange tied[4];
     Pair parked[RANKS][WARPS * 32];  // numbers of a thread that would not fit in its registers
@@ -809,3 +832,4 @@ plan_gradients(const Arguments call) {
         __syncthreads();
     }
 }
+#endif

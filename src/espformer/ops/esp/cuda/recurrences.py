@@ -24,7 +24,8 @@ up, but for float32 rows they take three products in TF32. There recurrences are
 accurate.
 
 **Widths and lengths.** A block works on 4 to 64 columns at a time. With fewer columns a warp has
-more segments, so 64 columns allow for 256 ranks, and 8 for 2,048.
+more segments, and a tile takes less of the shared memory: on an H200, 64 columns allow for some 200
+ranks, and 4 for 2,300.
 
 **Backward.** All gradients come from one kernel. With ``W = mid_scale · κ_k x`` and
 ``U = mid_scale · κ_q g``,
@@ -46,16 +47,15 @@ that errors of single steps do not add up beyond a segment.
 
 from __future__ import annotations
 
-import functools
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from espformer.ops.common.cuda import CudaLaunch, compiler
-from espformer.ops.common.triton import Shape, ceil_div, once, power_of_2
+from espformer.ops.common import cuda
+from espformer.ops.common.cuda import CudaLaunch, Limits
+from espformer.ops.common.triton import INTERPRETED, Shape, ceil_div, once, power_of_2
 
 if TYPE_CHECKING:
     from espformer.ops.esp.triton.soft_plan import Plan, PlanGradients
@@ -64,6 +64,10 @@ SOURCE = Path(__file__).with_name("recurrences.cu")
 RANKS = 16  # of a segment
 MOST_WARPS = 16  # of a block
 MOST_COLUMNS, LEAST_COLUMNS = 64, 4  # that a block works on at a time
+LEAST_PAIRS = 128  # (head, slice) pairs; fewer would leave multiprocessors without a block
+# Kernels have numbers in `recurrences.cu`.
+KERNELS = {"apply_plans": 1, "cross_plans": 2, "plan_gradients": 3}
+WARPS_AT_ONCE = 8  # of a multiprocessor, which many registers allow
 THREAD_COLUMNS = 2
 FLOAT = 4  # bytes
 
@@ -103,58 +107,38 @@ class Tiling(NamedTuple):
         return None
 
 
-@functools.cache
-def _limits(device: int) -> tuple[int, int]:
-    """Multiprocessors of a GPU, and the shared memory that a block may have."""
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, getattr(
-        properties, "shared_memory_per_block_optin", 48 << 10
-    )
+def limits(x: Tensor) -> Limits | None:
+    """Those of the GPU where rows are, or None if they are not computed here."""
+    if x.dtype != torch.float32 or not x.is_cuda or INTERPRETED:
+        return None
+    device = x.get_device()
+    return cuda.limits(device) if cuda.can_compile(device) else None
 
 
-def limits() -> tuple[int, int]:
-    return _limits(torch.cuda.current_device())
+def fits(
+    shape: Shape, width: int, metric: str, learnt: bool, deterministic: bool,
+    device_limits: Limits | None,
+) -> bool:  # fmt: skip
+    """Whether plans of (batch, slices, ranks) on float32 rows are computed here.
 
-
-@functools.cache
-def _can_compile() -> bool:
-    if torch.version.cuda is None:  # Triton's interpreter
-        return False
-    if compiler() is not None:
-        return True
-    warnings.warn(
-        "espformer: NVRTC, the compiler that comes with torch for CUDA, was not found; float32 "
-        "attention runs in slower kernels, with results that differ by rounding",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return False
-
-
-def fits(shape: Shape, width: int, dtype: torch.dtype, metric: str, learnt: bool) -> bool:
-    """Whether plans of (batch, slices, ranks) on such rows are computed here.
-
-    Not the gradient of the temperature (`learnt`), whose terms would cancel, nor sequences that are
-    too long for a block: of the backward of costs, two tiles must fit in its shared memory.
+    Not the gradient of the temperature (`learnt`), whose terms would cancel; nor in a fixed order,
+    for which a head has one block; nor sequences that are too long for a block: of the backward of
+    costs, two tiles must fit in its shared memory.
     """
-    ranks = shape[-1]
-    if dtype != torch.float32 or metric != "absolute" or width % 2 or learnt or not ranks:
+    batch, slices, ranks = shape
+    if device_limits is None or metric != "absolute" or width % 2 or learnt or deterministic:
         return False
-    if not _can_compile():
+    if not ranks or batch * slices < LEAST_PAIRS:
         return False
-    return Tiling.of(ranks, width, True, True, (ranks, ranks), limits()[1]) is not None
+    most = device_limits.shared_bytes
+    return Tiling.of(ranks, width, True, True, (ranks, ranks), most) is not None
 
 
 @once
-def _blocks(heads: int, slices: int, tiling: Tiling, deterministic: bool, processors: int) -> int:
-    """Blocks of a head: the fewest that keep all multiprocessors busy.
-
-    Blocks of one head add their tiles in any order, so algorithms that must be deterministic have
-    one.
-    """
-    if deterministic:
-        return 1
-    at_once = processors * max(1, min(MOST_WARPS // tiling.warps, limits()[1] // tiling.shared))
+def _blocks(heads: int, slices: int, tiling: Tiling, device_limits: Limits) -> int:
+    """Blocks of a head: the fewest that keep all multiprocessors busy. They add their tiles."""
+    fitting = min(WARPS_AT_ONCE // tiling.warps, device_limits.shared_bytes // tiling.shared)
+    at_once = device_limits.processors * max(1, fitting)
     found, fewest = 1, float("inf")
     for blocks in range(1, slices + 1):
         rounds = ceil_div(heads * blocks, at_once) * ceil_div(slices, blocks)
@@ -166,7 +150,7 @@ def _blocks(heads: int, slices: int, tiling: Tiling, deterministic: bool, proces
 @once
 def _launch(
     name: str, shape: Shape, queries: int, keys: int, width: int, scales: bool, query_rows: bool,
-    deterministic: bool, device_limits: tuple[int, int],
+    device_limits: Limits,
 ) -> CudaLaunch:  # fmt: skip
     heads, slices, ranks = shape
     gradients = name == "plan_gradients"
@@ -175,9 +159,10 @@ def _launch(
         "cross_plans": (),
         "plan_gradients": (keys, queries) if query_rows else (keys,),
     }[name]
-    tiling = Tiling.of(ranks, width, scales, gradients, tile_rows, device_limits[1])
+    tiling = Tiling.of(ranks, width, scales, gradients, tile_rows, device_limits.shared_bytes)
     assert tiling is not None
     definitions = {
+        "KERNEL": KERNELS[name],
         "COLUMNS": tiling.columns,
         "WARPS": tiling.warps,
         "WITH_SCALES": int(scales),
@@ -185,7 +170,7 @@ def _launch(
         "SCRATCH_BYTES": tiling.scratch,
         "GRADIENT_SCRATCH_BYTES": tiling.gradient_scratch,
     }
-    blocks = _blocks(heads, slices, tiling, deterministic, device_limits[0])
+    blocks = _blocks(heads, slices, tiling, device_limits)
     slices_of_block = ceil_div(slices, blocks)
     blocks = ceil_div(slices, slices_of_block)
     numbers = ranks, queries, keys, width, slices, slices_of_block, blocks
@@ -202,8 +187,6 @@ def _aligned(x: Tensor) -> Tensor:
 class RecurrencePlanKernels:
     """The plans of some slices on float32 rows: launches of the kernels."""
 
-    in_order = True  # slices are added one after another where algorithms must be deterministic
-
     def __init__(self, plan: Plan, dtype: torch.dtype) -> None:
         assert dtype == torch.float32
         self.plan = plan
@@ -212,39 +195,40 @@ class RecurrencePlanKernels:
         self, x: Tensor, weight: Tensor, out: Tensor, ties: bool = False
     ) -> tuple[None, None]:
         """Adds ``Σ_l weight_l plan_l x`` to `out`. There are no states, and ties need none."""
-        self._run("apply_plans", x, None, weight, None, out)
+        launch = self._launch("apply_plans", x, out.shape[-2], False)
+        launch(x.get_device(), *self._tensors(weight), _aligned(x), None, out, *[None] * 8)
         return None, None
 
     def cross(self, g: Tensor, x: Tensor, out: Tensor) -> None:
         """``⟨g, plan_l x⟩`` of every slice to `out`, (batch, L)."""
-        self._run("cross_plans", x, g, None, None, None, totals=out)
+        launch = self._launch("cross_plans", x, g.shape[-2], False)
+        rows = _aligned(x), _aligned(g)
+        launch(x.get_device(), *self._tensors(None), *rows, *[None] * 8, out)
 
     def grad(
         self, g: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None, dg: Tensor | None,
         found: PlanGradients, x_states: object = None,
     ) -> None:  # fmt: skip
         """Gradients of ``Σ_l weight_l ⟨g, plan_l x⟩``: adds to dx and dg, writes to `found`."""
-        of_ranks = (
-            found.query_points, found.key_points, found.mid_scale, found.query_scale,
-            found.key_scale,
-        )  # fmt: skip
-        self._run("plan_gradients", x, g, weight, dx, dg, *of_ranks, totals=found.weight)
-
-    def _run(
-        self, name: str, x: Tensor, g: Tensor | None, weight: Tensor | None, dx: Tensor | None,
-        dg: Tensor | None, *of_ranks: Tensor | None, totals: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        plan = self.plan
-        query_rows = dg if g is None else g
-        assert query_rows is not None
-        launch = _launch(
-            name, plan.key_points.shape, query_rows.shape[-2], x.shape[-2], x.shape[-1],
-            plan.query_scale is not None, name == "plan_gradients" and dg is not None,
-            torch.are_deterministic_algorithms_enabled(), limits(),
-        )  # fmt: skip
+        assert found.inv_bandwidth is None
+        launch = self._launch("plan_gradients", x, g.shape[-2], dg is not None)
         launch(
-            x.get_device(), plan.query_order, plan.key_order, plan.query_points, plan.key_points,
-            plan.mid_scale, plan.query_scale, plan.key_scale, plan.inv_bandwidth, weight,
-            _aligned(x), None if g is None else _aligned(g), dx, dg,
-            *(of_ranks or (None,) * 5), totals,
+            x.get_device(), *self._tensors(weight), _aligned(x), _aligned(g), None, dx, dg,
+            found.query_points, found.key_points, found.mid_scale, found.query_scale,
+            found.key_scale, found.weight,
+        )  # fmt: skip
+
+    def _launch(self, name: str, x: Tensor, queries: int, query_rows: bool) -> CudaLaunch:
+        shape, scales = self.plan.key_points.shape, self.plan.query_scale is not None
+        device_limits = limits(x)
+        assert device_limits is not None
+        _, keys, width = x.shape
+        return _launch(name, shape, queries, keys, width, scales, query_rows, device_limits)
+
+    def _tensors(self, weight: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The first of all arguments."""
+        plan = self.plan
+        return (
+            plan.query_order, plan.key_order, plan.query_points, plan.key_points, plan.mid_scale,
+            plan.query_scale, plan.key_scale, plan.inv_bandwidth, weight,
         )  # fmt: skip

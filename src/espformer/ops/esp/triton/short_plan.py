@@ -492,8 +492,6 @@ def _launch(pairs: int, slices: int, ranks: int, keys: int, queries: int, width:
 class ShortPlanKernels:
     """The plans of short slices on narrow rows of a dtype: launches of the kernel."""
 
-    in_order = False
-
     def __init__(self, plan: Plan, dtype: torch.dtype) -> None:
         self.plan = plan
         self.batch, self.slices, self.ranks = plan.key_points.shape

@@ -10,7 +10,9 @@ The torch twins are :func:`espformer.ops.esp.linear.apply_plans` and
    `scan_kernel`; how ranks are divided into :class:`Chunks`; and :func:`chunk_states`, which
    launches all of it.
 3. `apply_kernel` and `cross_kernel`, for a chunk and its states.
-4. :class:`PlanKernels`, which launches them for some slices, and what other files call:
+4. :class:`PlanKernels`, which launches them for some slices, as :class:`ShortPlanKernels` does its
+   own for narrow rows and :class:`RecurrencePlanKernels` for float32 rows; and what other files
+   call:
 
    - :func:`apply_plans`: ``Σ_l weight_l A_lᵀ B_l V``;
    - :func:`cross_plans`: ``Σ_i q_i · (A_lᵀ B_l K)_i`` for every slice, the part of the slice costs
@@ -71,6 +73,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from espformer.ops.common.cuda import Limits
 from espformer.ops.common.triton import (
     INTERPRETED,
     Launch,
@@ -1110,8 +1113,6 @@ class PlanGradients(NamedTuple):
 class PlanKernels:
     """The plans of some slices on rows of a dtype: launches of the chunk kernels."""
 
-    in_order = False
-
     def __init__(self, plan: Plan, dtype: torch.dtype) -> None:
         self.plan = plan
         self.chunks = Chunks.of(plan.key_points.shape, plan.metric, dtype)
@@ -1261,7 +1262,7 @@ Kernels = PlanKernels | ShortPlanKernels | RecurrencePlanKernels
 @once
 def _grouped(
     shape: Shape, width: int, dtype: torch.dtype, metric: str, backward: bool,
-    with_inv_bandwidth: bool, deterministic: bool, scratch: int,
+    with_inv_bandwidth: bool, deterministic: bool, scratch: int, device_limits: Limits | None,
 ) -> tuple[type[Kernels], list[Group | None]]:  # fmt: skip
     """Which kernels apply plans of (batch, slices, ranks), and to which parts of them at once.
 
@@ -1269,7 +1270,7 @@ def _grouped(
     """
     batch, slices, ranks = shape
     kind: type[Kernels] = PlanKernels
-    if recurrences.fits(shape, width, dtype, metric, with_inv_bandwidth):
+    if recurrences.fits(shape, width, metric, with_inv_bandwidth, deterministic, device_limits):
         kind, pairs = RecurrencePlanKernels, batch * slices  # there is no scratch memory
     elif short_plan.fits(shape, width, dtype, metric, with_inv_bandwidth):
         kind, pairs = ShortPlanKernels, batch * slices  # there is no scratch memory
@@ -1293,7 +1294,7 @@ def _grouping(
     deterministic = torch.are_deterministic_algorithms_enabled()
     return _grouped(
         shape, x.shape[-1], x.dtype, metric, backward, with_inv_bandwidth, deterministic,
-        SCRATCH_BYTES[metric],
+        SCRATCH_BYTES[metric], recurrences.limits(x),
     )  # fmt: skip
 
 
@@ -1312,12 +1313,12 @@ def _heads(x: Tensor, group: Group | None) -> Tensor:
     return x if group is None else x[group[0]]
 
 
-def _row_buffer(out: Tensor, group: Group | None, slices: int, kernels: Kernels) -> Tensor:
+def _row_buffer(out: Tensor, group: Group | None, slices: int) -> Tensor:
     """The buffer for the rows of a group: `out` itself, or separate rows per slice if the order of
-    additions must not matter (deterministic algorithms) and the kernels do not keep to one.
+    additions must not matter (deterministic algorithms).
     """
     rows = _heads(out, group)
-    if kernels.in_order or not torch.are_deterministic_algorithms_enabled():
+    if not torch.are_deterministic_algorithms_enabled():
         return rows
     count = slices if group is None else group[1].stop - group[1].start
     return out.new_zeros(len(rows), count, *out.shape[1:])
@@ -1341,7 +1342,7 @@ def apply_plans(
     out = value.new_zeros(value.shape[0], queries, value.shape[-1], dtype=torch.float32)
     states: States = (None, None)
     for group, kernels in _groups(value, plan, backward=keep_states):
-        rows = _row_buffer(out, group, weight.shape[1], kernels)
+        rows = _row_buffer(out, group, weight.shape[1])
         weights = weight if group is None else weight[group]
         states = kernels.apply(_heads(value, group), weights, rows, ties=keep_states)
         _collect(out, group, rows)
@@ -1378,8 +1379,7 @@ def plan_gradients(
     learnt = found.inv_bandwidth is not None
     for group, kernels in _groups(value, plan, True, learnt):
         value_rows, upstream_rows = (
-            None if x is None else _row_buffer(x, group, slices, kernels)
-            for x in (d_value, d_upstream)
+            None if x is None else _row_buffer(x, group, slices) for x in (d_value, d_upstream)
         )
         kernels.grad(
             _heads(upstream, group), _heads(value, group),
