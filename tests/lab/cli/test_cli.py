@@ -130,6 +130,21 @@ def test_dry_run_shows_runs_and_time(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_dry_run_says_what_it_measures(tmp_path):
+    """Steps of large models take minutes; what is piped elsewhere holds the plan alone."""
+    command = ["reproduce", "digits", "--dry-run", "--only", "transformer", "--only", "espformer"]
+    result = CliRunner().invoke(
+        cli.app, [*command, "--output", str(tmp_path / "out"), *SMALL], catch_exceptions=False
+    )
+    assert result.stderr.splitlines() == [
+        "[row 1 of 2] reading the data of digits, default",
+        "[row 1 of 2] timing a few steps of digits, default, transformer",
+        "[row 2 of 2] timing a few steps of digits, default, espformer",
+    ]
+    assert "timing" not in result.stdout
+    assert "6 runs, 0 finished" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
