@@ -12,6 +12,7 @@ from espformer.functional.baselines import (
     softmax_attention,
     softmax_plan,
 )
+from espformer.ops.sinkhorn.torch import LEAST_EPSILON
 
 PAIRS = [(softmax_attention, softmax_plan), (sinkhorn_attention, sinkhorn_plan)]
 
@@ -99,12 +100,28 @@ def test_plans_keep_the_dtype(qkv):
         ({"iterations": -1}, r"sinkhorn_attention: iterations must be an integer >= 0, got -1"),
         ({"epsilon": 0.0}, r"sinkhorn_attention: epsilon must be > 0, got 0\.0"),
         ({"epsilon": math.nan}, r"epsilon must be > 0"),
+        ({"epsilon": 1e-39}, r"sinkhorn_attention: epsilon must be at least 1e-20, got 1e-39"),
         ({"key_mask": torch.ones(5, 7)}, r"sinkhorn_attention: key_mask.*pairs"),
     ],
 )
 def test_mistakes_are_named(qkv, options, message):
     with pytest.raises(ValueError, match=message):
         sinkhorn_attention(*qkv, **options)
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 3, 4])
+def test_scores_of_the_least_epsilon_stay_above_padding(qkv, iterations):
+    q, _, v = (x.float() for x in qkv)
+    mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+    tensors = [x.requires_grad_() for x in (q, 10 * q.flip(2), v[:, :, :5])]
+    options = {"iterations": iterations, "epsilon": LEAST_EPSILON}
+    out = sinkhorn_attention(*tensors, mask=mask, **options)
+    alone = sinkhorn_attention(*(x[1:, :, :3] for x in tensors), **options)
+    torch.testing.assert_close(out[1:, :, :3], alone)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), tensors))
+    if iterations <= 2:  # later on, scores that cancel leave their rounding
+        exact = sinkhorn_attention(*(x.double() for x in tensors), mask=mask, **options)
+        torch.testing.assert_close(out, exact.float())
 
 
 @pytest.mark.parametrize(("attention", "plan"), PAIRS)

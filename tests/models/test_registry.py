@@ -1,5 +1,7 @@
 """Models by name."""
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -53,6 +55,26 @@ def test_a_name_like_no_other_lists_them():
 def test_an_unknown_option():
     with pytest.raises(TypeError, match="patchsize"):
         build_model("vit", patchsize=3)
+
+
+SIZES = [
+    (name, size)
+    for name in {model_class(name): name for name in available_models()}.values()
+    for size, parameter in inspect.signature(model_class(name)).parameters.items()
+    if "int" in str(parameter.annotation)
+]
+
+
+@pytest.mark.parametrize(("name", "size"), SIZES)
+def test_a_size_below_one_is_named(name, size):
+    """Not a model without blocks, nor an error of torch about a shape."""
+    least = 0 if size.endswith(("depth", "_id")) else 1
+    options = NEEDED.get(name, {}) | {size: least - 1}
+    message = f"{model_class(name).__name__}: {size} must be at least {least}, got {least - 1}"
+    with pytest.raises(ValueError, match=message):
+        build_model(name, **options)
+    with pytest.raises(TypeError, match=f": {size} must be an integer, got '3'"):
+        build_model(name, **options | {size: "3"})
 
 
 def test_public_names_exist():

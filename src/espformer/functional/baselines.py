@@ -21,7 +21,7 @@ from espformer.functional.arguments import (
 from espformer.ops.common.masks import resolve_masks, zero_padding
 from espformer.ops.common.operators import is_recorded
 from espformer.ops.common.packing import attend_nested, refuse_masks
-from espformer.ops.sinkhorn.torch import sinkhorn_matrix, sinkhorn_output
+from espformer.ops.sinkhorn.torch import LEAST_EPSILON, sinkhorn_matrix, sinkhorn_output
 
 __all__ = ["sinkhorn_attention", "sinkhorn_plan", "softmax_attention", "softmax_plan"]
 
@@ -159,8 +159,8 @@ def sinkhorn_attention(
         value: ``(batch, heads, M, width)``.
         iterations: number of updates, rows first; 0 and 1 are softmax attention. After an odd
             number the rows sum to one exactly, after an even number the columns to N/M.
-        epsilon: ε, the entropic regularisation. Smaller values bring the plan closer to a
-            permutation and need more iterations.
+        epsilon: ε, the entropic regularisation, at least 1e-20. Smaller values bring the plan
+            closer to a permutation and need more iterations.
         scale: factor on the scores; ``head_dim ** -0.5`` by default.
         mask: for self-attention, boolean ``(batch, N)``, True = the token takes part.
         query_mask, key_mask: for cross-attention instead of `mask`, ``(batch, N)`` and ``(batch,
@@ -296,4 +296,9 @@ def check_sinkhorn(name: str, iterations: int, epsilon: float, scale: float | No
         raise ValueError(
             f"{name}: epsilon must be > 0, got {epsilon} (a smaller epsilon is closer to a "
             "permutation; for an exact one use esp_attention with hard=True)"
+        )
+    if epsilon < LEAST_EPSILON:
+        raise ValueError(
+            f"{name}: epsilon must be at least {LEAST_EPSILON}, got {epsilon} (scores are divided "
+            "by it and would overflow)"
         )

@@ -1,13 +1,14 @@
 """Shared by several models: encoder blocks, pooling, positions, attention matrices."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from espformer.functional.arguments import is_integer
 from espformer.nn import Attention, Mechanism
 from espformer.ops.common.packing import Packing
 
@@ -15,6 +16,7 @@ __all__ = [
     "MLP",
     "Classifier",
     "EncoderBlock",
+    "check_sizes",
     "evaluating",
     "masked_max",
     "masked_mean",
@@ -188,6 +190,31 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def check_sizes(model: str, **sizes: int | Sequence[int] | None) -> None:
+    """Refuse sizes and numbers of parts below one. A depth or the id of a token may be zero.
+
+    Args:
+        model: name of the model, for messages.
+        **sizes: arguments of the model by name; None is one that is not given.
+
+    Example:
+        >>> check_sizes("VisionTransformer", patch_size=(4, 8), depth=0, mlp_dim=None)
+        >>> check_sizes("VisionTransformer", depth=-1)
+        Traceback (most recent call last):
+        ...
+        ValueError: VisionTransformer: depth must be at least 0, got -1
+    """
+    for name, size in sizes.items():
+        least = 0 if name.endswith(("depth", "_id")) else 1
+        several = isinstance(size, Sequence) and not isinstance(size, str)
+        numbers: Any = size if several else [] if size is None else [size]
+        for number in numbers:
+            if not is_integer(number):
+                raise TypeError(f"{model}: {name} must be an integer, got {number!r}")
+            if number < least:
+                raise ValueError(f"{model}: {name} must be at least {least}, got {size}")
 
 
 def masked_mean(x: Tensor, mask: Tensor | None) -> Tensor:

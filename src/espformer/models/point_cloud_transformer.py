@@ -17,7 +17,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from espformer.models.blocks import Classifier, masked_max, masked_mean
+from espformer.models.blocks import Classifier, check_sizes, masked_max, masked_mean
 from espformer.models.points import farthest_points, gather, nearest_points
 from espformer.nn import ESP, Mechanism
 
@@ -234,6 +234,10 @@ class PointCloudTransformer(Classifier):
         dropout: float = 0.5,
     ) -> None:
         super().__init__()
+        check_sizes(
+            "PointCloudTransformer", classes=classes, channels=channels, dim=dim, depth=depth,
+            heads=heads, samples=samples, neighbours=neighbours,
+        )  # fmt: skip
         if pool not in ("max", "max_mean"):
             raise ValueError(
                 f'PointCloudTransformer: pool must be "max" or "max_mean", got {pool!r}'

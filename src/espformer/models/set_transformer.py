@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from espformer.models.blocks import NORM_EPS, Classifier
+from espformer.models.blocks import NORM_EPS, Classifier, check_sizes
 from espformer.nn import Attention, Mechanism
 
 __all__ = ["ISAB", "MAB", "PMA", "SAB", "SetTransformer"]
@@ -190,6 +190,11 @@ class SetTransformer(Classifier):
         layer_norm: bool = True,
     ) -> None:
         super().__init__()
+        check_sizes(
+            "SetTransformer", classes=classes, channels=channels, dim=dim, heads=heads,
+            inducing_points=inducing_points, encoder_depth=encoder_depth, seeds=seeds,
+            decoder_depth=decoder_depth,
+        )  # fmt: skip
         self.embed = nn.Linear(channels, dim)
         self.encoder = nn.ModuleList(
             ISAB(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from espformer.models.blocks import (
     Classifier,
     EncoderBlock,
+    check_sizes,
     masked_max,
     sinusoidal_positions,
     token_positions,
@@ -76,6 +77,11 @@ class TextClassifier(Classifier):
         packed: bool = False,
     ) -> None:
         super().__init__()
+        check_sizes(
+            "TextClassifier", vocabulary=vocabulary, classes=classes, dim=dim, depth=depth,
+            heads=heads, head_dim=head_dim, qk_dim=qk_dim, mlp_dim=mlp_dim, max_length=max_length,
+            pad_id=pad_id,
+        )  # fmt: skip
         self.pad_id = pad_id
         self.packed = packed
         self.embedding = nn.Embedding(vocabulary, dim, padding_idx=pad_id)

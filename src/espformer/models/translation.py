@@ -11,7 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from espformer.models.blocks import EncoderBlock, evaluating, sinusoidal_positions, token_positions
+from espformer.models.blocks import (
+    EncoderBlock,
+    check_sizes,
+    evaluating,
+    sinusoidal_positions,
+    token_positions,
+)
 from espformer.models.decoder import DecoderBlock
 from espformer.models.search import beam_search
 from espformer.nn import Attention, Mechanism
@@ -85,6 +91,12 @@ class TranslationTransformer(nn.Module):
         end_id: int = 3,
     ) -> None:
         super().__init__()
+        check_sizes(
+            "TranslationTransformer", vocabulary=vocabulary, target_vocabulary=target_vocabulary,
+            dim=dim, heads=heads, mlp_dim=mlp_dim, encoder_depth=encoder_depth,
+            decoder_depth=decoder_depth, max_length=max_length, pad_id=pad_id, start_id=start_id,
+            end_id=end_id,
+        )  # fmt: skip
         self.pad_id = pad_id
         self.start_id = start_id
         self.end_id = end_id

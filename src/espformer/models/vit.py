@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from espformer.models.blocks import NORM_EPS, Classifier, EncoderBlock, masked_mean
+from espformer.models.blocks import NORM_EPS, Classifier, EncoderBlock, check_sizes, masked_mean
 from espformer.nn import ESP, ClassToken, Mechanism
 
 __all__ = ["PatchEmbedding", "VisionTransformer"]
@@ -92,6 +92,11 @@ class VisionTransformer(Classifier):
         position_std: float = 1.0,
     ) -> None:
         super().__init__()
+        check_sizes(
+            "VisionTransformer", classes=classes, image_size=image_size, patch_size=patch_size,
+            channels=channels, dim=dim, depth=depth, heads=heads, head_dim=head_dim, qk_dim=qk_dim,
+            mlp_dim=mlp_dim,
+        )  # fmt: skip
         image, patch = _pair(image_size), _pair(patch_size)
         if image[0] % patch[0] or image[1] % patch[1]:
             raise ValueError(

@@ -279,7 +279,7 @@ class Sinkhorn(Mechanism):
     Args:
         iterations: number of updates, rows first; 0 and 1 are softmax attention, see
             :func:`espformer.sinkhorn_attention`.
-        epsilon: ε, the entropic regularisation.
+        epsilon: ε, the entropic regularisation, at least 1e-20.
         scale: factor on the scores; ``head_dim ** -0.5`` by default.
         backend: ``"auto"``, ``"torch"`` or ``"triton"``, see :func:`espformer.sinkhorn_attention`.
 

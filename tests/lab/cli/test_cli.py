@@ -130,6 +130,21 @@ def test_dry_run_shows_runs_and_time(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_dry_run_says_what_it_measures(tmp_path):
+    """Steps of large models take minutes; what is piped elsewhere holds the plan alone."""
+    command = ["reproduce", "digits", "--dry-run", "--only", "transformer", "--only", "espformer"]
+    result = CliRunner().invoke(
+        cli.app, [*command, "--output", str(tmp_path / "out"), *SMALL], catch_exceptions=False
+    )
+    assert result.stderr.splitlines() == [
+        "[row 1 of 2] reading the data of digits, default",
+        "[row 1 of 2] timing a few steps of digits, default, transformer",
+        "[row 2 of 2] timing a few steps of digits, default, espformer",
+    ]
+    assert "timing" not in result.stdout
+    assert "6 runs, 0 finished" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -139,7 +154,8 @@ def test_dry_run_shows_runs_and_time(tmp_path):
         (["train", "digits", "--setting", "x"], "recipe digits has no setting 'x'"),
         (["train", "digits", "--output", "/dev/null/x"], "cannot write here"),
         (["evaluate", "/nowhere"], "/nowhere: there is no such checkpoint"),
-        (["reproduce", "digits", "--seeds", "one"], "--seeds: expected numbers such as 0,1,2"),
+        (["reproduce", "digits", "--seeds", "one"], "expected different numbers such as 0,1,2"),
+        (["reproduce", "digits", "--seeds", "3,3"], "such as 0,1,2, got '3,3'"),
         (["reproduce", "digits", "--only", "nothing"], "has no mechanism or setting 'nothing'"),
         (["plot", "digits", "--output", "/nowhere"], "no run of digits is finished yet"),
         (["plot", "attenton"], "not a figure, a run or an experiment, did you mean 'attention'?"),

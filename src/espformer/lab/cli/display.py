@@ -1,9 +1,12 @@
 """The results of a run, and the plan of an experiment, as the command line shows them."""
 
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from espformer.lab.clock import in_words
@@ -13,8 +16,10 @@ from espformer.lab.training.timing import Estimator
 
 
 def show_plan(console: Console, work: list[Job], at_once: int) -> None:
-    """Print a table of the runs of an experiment: state, and about how long each takes here."""
-    estimate = Estimator()
+    """Print a table of the runs of an experiment: state, and about how long each takes here.
+
+    Steps are measured for minutes if the models are large; what is measured goes to stderr.
+    """
     rows: dict[tuple[str, str, str], list[Job]] = defaultdict(list)
     for job in work:
         rows[job.run.recipe, job.run.setting, job.run.label].append(job)
@@ -23,9 +28,9 @@ def show_plan(console: Console, work: list[Job], at_once: int) -> None:
     for name in ("setting", "mechanism", "seeds", "state", "steps", "about, each"):
         table.add_column(name, no_wrap=name in ("setting", "mechanism"))  # what --only takes
     total, unknown = 0.0, set()
-    with console.status("") as status:
+    with _measuring(len(rows)) as (say, advance):
+        estimate = Estimator(say)
         for (recipe, setting, label), jobs in rows.items():
-            status.update(f"measuring a few steps of {recipe} {setting} {label}")
             left = [job for job in jobs if job.state != "finished"]
             guess = estimate(jobs[0].run)
             if guess.seconds is None and left:
@@ -36,6 +41,7 @@ def show_plan(console: Console, work: list[Job], at_once: int) -> None:
             steps = "" if guess.steps is None else f"{guess.steps:,}"
             each = "?" if guess.seconds is None else in_words(guess.seconds)
             table.add_row(*[recipe] * several, setting, label, seeds, states, steps, each)
+            advance()
     console.print(table)
     for reason in sorted(unknown):
         console.print(f"no estimate: {reason}", highlight=False, markup=False)
@@ -46,6 +52,29 @@ def show_plan(console: Console, work: list[Job], at_once: int) -> None:
         + (" for the others" if unknown else "")
         + (together if at_once > 1 else "")
     )
+
+
+@contextmanager
+def _measuring(rows: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+    """Show on stderr how many of the rows have an estimate: a bar, or lines if it is no terminal.
+
+    Yields:
+        What says what is done now, and what tells that a row has its estimate.
+    """
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    what_is_done = TextColumn("{task.description}", markup=False)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), what_is_done)
+    shown = console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=not shown) as bar:
+        task = bar.add_task("estimating", total=rows)
+
+        def say(what: str) -> None:
+            bar.update(task, description=what)
+            if not shown:
+                row = int(bar.tasks[0].completed) + 1
+                console.print(f"[row {row} of {rows}] {what}", markup=False)
+
+        yield say, lambda: bar.advance(task)
 
 
 def print_results(results: dict[str, Any]) -> None:

@@ -58,7 +58,7 @@ Save = Annotated[
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    """Return the numbers of an option such as `--seeds 0,1,2`.
+    """Return the numbers of an option such as `--seeds 0,1,2`, each of them once.
 
     Example:
         >>> whole_numbers("--seeds", "0,1,2")
@@ -66,8 +66,8 @@ def whole_numbers(option: str, text: str) -> list[int]:
     """
     try:
         numbers = [int(part) for part in text.split(",")]
-        if min(numbers) >= 0:
+        if min(numbers) >= 0 and len(set(numbers)) == len(numbers):
             return numbers
     except ValueError:
         pass
-    raise ConfigError(f"{option}: expected numbers such as 0,1,2, got '{text}'")
+    raise ConfigError(f"{option}: expected different numbers such as 0,1,2, got '{text}'")

@@ -2,12 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from espformer.lab import data
 from espformer.lab.errors import nearest
 from espformer.lab.recipes.yaml_schema import KeyPath, Origins, Spec, parse
 from espformer.models import CausalSoftmax, available_models, model_class
+from espformer.models.blocks import check_sizes
 from espformer.nn import MECHANISMS, Mechanism
 
 # A decoder's own mechanism is part of the models.
@@ -60,13 +61,24 @@ def check_data(spec: Spec, origins: Origins, path: KeyPath) -> None:
 
 
 def check_model(spec: Spec, origins: Origins, path: KeyPath) -> None:
-    """Refuse a model that does not exist, and arguments that it does not take."""
+    """Refuse a model that does not exist, arguments that it does not take, and wrong sizes."""
     _check_name("model", spec.name, available_models(), origins, path)
-    here = (*path, spec.name)
-    check_arguments(model_class(spec.name), spec.arguments, origins, here, given=("mechanism",))
+    here, kind = (*path, spec.name), model_class(spec.name)
+    check_arguments(kind, spec.arguments, origins, here, given=("mechanism",))
+    annotations = get_type_hints(kind.__init__)
     for name, value in spec.arguments.items():
         if name.endswith("_mechanism"):
             build_mechanism(value, origins, (*here, name))
+        elif _takes_integers(annotations[name]):
+            try:
+                check_sizes(kind.__name__, **{name: value})
+            except (TypeError, ValueError) as error:
+                raise origins.error((*here, name), str(error)) from None
+
+
+def _takes_integers(annotation: Any) -> bool:
+    """Whether an annotation is `int`, or made of it: `int | None`, `Sequence[int]`."""
+    return annotation is int or any(map(_takes_integers, get_args(annotation)))
 
 
 def check_arguments(

@@ -86,8 +86,12 @@ class Schedule:
     """Go on with the warm-up and the step of the run that this one starts from (inverse_sqrt)."""
 
     def __post_init__(self) -> None:
-        if self.name == "milestones" and sorted(set(self.milestones)) != self.milestones:
-            raise ValueError(f"milestones must be increasing epochs, got {self.milestones}")
+        increasing = sorted(set(self.milestones)) == self.milestones
+        if self.name == "milestones" and not (increasing and min(self.milestones, default=1) >= 1):
+            raise _Mistake(
+                f"milestones must be increasing epochs from 1 on, got {self.milestones}",
+                "milestones",
+            )
         if self.name != "milestones" and self.milestones:
             raise ValueError(f"milestones belong to the schedule 'milestones', not '{self.name}'")
         if self.continues and self.name != "inverse_sqrt":
@@ -275,8 +279,7 @@ class FinetuneRun(TrainingRun):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.anneal_to is not None and not self.anneal_to > 0:
-            raise ValueError(f"anneal_to must be > 0, got {self.anneal_to}")
+        _positive(anneal_to=self.anneal_to)
         if not 0 <= self.warmup < 1:
             raise ValueError(f"warmup must be a share in [0, 1), got {self.warmup}")
         if self.calibration_steps is not None:
@@ -320,6 +323,7 @@ class TimingRun(Run):
 
     def __post_init__(self) -> None:
         _positive(tokens=self.tokens, batch_size=self.batch_size, repeats=self.repeats)
+        _positive(dim=self.dim, heads=self.heads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,15 +339,21 @@ class Grid:
     def __post_init__(self) -> None:
         if not self.seeds or not self.settings:
             raise ValueError("a grid has at least one seed and one setting")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise _Mistake(
+                f"seeds must differ, got {self.seeds}; runs with one seed are one run", "seeds"
+            )
+        if not all(0 <= seed < 2**32 for seed in self.seeds):
+            raise _Mistake(f"seeds must be in [0, 2**32), got {self.seeds}", "seeds")
 
 
 def _not_negative(**numbers: float) -> None:
     for name, number in numbers.items():
         if not number >= 0:
-            raise ValueError(f"{name} cannot be negative, got {number}")
+            raise _Mistake(f"{name} cannot be negative, got {number}", name)
 
 
 def _positive(**values: float | None) -> None:
     for name, value in values.items():
         if value is not None and not value > 0:
-            raise ValueError(f"{name} must be > 0, got {value}")
+            raise _Mistake(f"{name} must be > 0, got {value}", name)

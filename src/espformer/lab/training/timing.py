@@ -215,9 +215,13 @@ class Estimator:
     """Estimates how long runs take: a few steps measured here, times the number of steps.
 
     Data and the time of a step, which several runs share, are looked at once.
+
+    Args:
+        say: told what is read or measured, before it is. Either may take minutes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], object] = lambda what: None) -> None:
+        self._say = say
         self._tasks: dict[str, Task | str] = {}
         self._rates: dict[str, float | str] = {}
 
@@ -233,6 +237,7 @@ class Estimator:
         kind = _what_costs(plain(few.mechanism))
         key = f"{run.model}{kind}{run.trainer.precision}{run.trainer.accelerator}"
         if key not in self._rates:
+            self._say(f"timing a few steps of {run.recipe}, {run.setting}, {run.label}")
             self._rates[key] = _seconds_per_example(few, task)
         rate = self._rates[key]
         if isinstance(rate, str):
@@ -250,6 +255,7 @@ class Estimator:
     def _task(self, run: TrainingRun) -> Task | str:
         key = f"{run.data.set}{run.data.directory}"
         if key not in self._tasks:
+            self._say(f"reading the data of {run.recipe}, {run.setting}")
             try:
                 self._tasks[key] = load_task(run)
             except UserError as error:

@@ -29,11 +29,16 @@ from torch import Tensor
 from espformer.ops.common.masks import zero_padding
 from espformer.ops.common.operators import without_autocast
 
-__all__ = ["sinkhorn_matrix", "sinkhorn_normalize", "sinkhorn_output"]
+__all__ = ["LEAST_EPSILON", "sinkhorn_matrix", "sinkhorn_normalize", "sinkhorn_output"]
 
 # Potential of a masked token. It is finite, so that an empty sequence gives finite numbers (which
 # are discarded) instead of inf - inf, and so low that its exponential is exactly zero.
 _ABSENT = -1e30
+
+# Scores are divided by epsilon. With this one they stay far above the potential of a masked token,
+# and within float32, for tokens whose products are below 1e9. Smaller ones would gain nothing: the
+# rounding of products near one is 1e13 epsilon already.
+LEAST_EPSILON = 1e-20
 
 
 def sinkhorn_normalize(
