@@ -296,6 +296,7 @@ def test_a_run_that_is_shorter_than_its_first_validation_has_none():
 
 
 def test_a_width_that_no_layer_has_is_blamed_on_the_model():
-    run = load_recipe("digits").run("transformer", overrides=["model.vit.dim=-64"])
-    with pytest.raises(ConfigError, match=r"model.vit: .*negative dimension -64"):
+    sizes = ["model.vit.heads=3", "model.vit.head_dim=null"]
+    run = load_recipe("digits").run("transformer", overrides=sizes)
+    with pytest.raises(ConfigError, match=r"model.vit: .*dim must be a multiple of heads"):
         make_learner(run, load_task(run))

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import site
 import struct
-import warnings
 from collections.abc import Mapping, Sequence
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
@@ -25,7 +24,6 @@ from triton.runtime.cache import get_cache_manager
 DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 FREE_SHARED_BYTES = 48 << 10  # what a kernel may use without asking
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
-TRIAL = b'extern "C" __global__ void trial() {}'
 
 
 class CudaError(RuntimeError):
@@ -100,24 +98,6 @@ def _version() -> tuple[int, int]:
     major, minor = c_int(), c_int()
     _compiler().nvrtcVersion(byref(major), byref(minor))
     return major.value, minor.value
-
-
-@functools.cache
-def can_compile(device: int) -> bool:
-    """Whether kernels can be compiled for a device; if not, a warning says why."""
-    if not torch.cuda.is_available():  # fake tensors on a machine without a GPU
-        return False
-    try:
-        _compile("trial.cu", TRIAL, [f"--gpu-architecture={_target(device)}"])
-    except CudaError as error:
-        warnings.warn(
-            f"espformer: {error}; float32 attention runs in slower kernels, whose results differ "
-            "by rounding",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return False
-    return True
 
 
 def machine_code(source: Path, options: Sequence[str]) -> bytes:

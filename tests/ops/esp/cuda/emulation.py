@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from espformer.ops.common import cuda
 from espformer.ops.common.cuda import CudaLaunch, Limits
 from espformer.ops.esp.cuda import recurrences
 
@@ -62,4 +63,5 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaLaunch, "__call__", launch)
     on_gpu = {torch.float32: H200}
     monkeypatch.setattr(recurrences, "limits", lambda x: on_gpu.get(x.dtype))
+    monkeypatch.setattr(cuda, "limits", lambda device: H200)
     monkeypatch.setattr(recurrences, "_blocks", lambda *_: 1)

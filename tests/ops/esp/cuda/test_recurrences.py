@@ -12,9 +12,10 @@ pytest.importorskip("triton")
 
 import espformer
 from espformer.ops.common import triton as launches
-from espformer.ops.common.cuda import Limits
+from espformer.ops.common.cuda import CudaError, CudaLaunch, Limits
 from espformer.ops.esp.cuda import recurrences
 from espformer.ops.esp.cuda.recurrences import RecurrencePlanKernels, Tiling, fits
+from espformer.ops.esp.cuda.trial import try_kernels
 from espformer.ops.esp.triton.soft_plan import Plan, PlanGradients
 from tests.ops.esp.cuda.emulation import H200, emulate
 
@@ -224,6 +225,35 @@ def test_where_recurrences_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fitting(197, deterministic=True)
     assert not fits((16, 8, 197), 64, "squared", False, False, H200)
     assert not fits((1, 8, 197), 64, "absolute", False, False, H200), "few slices"
+
+
+def test_the_trial_notices_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device(DEVICE)
+    try_kernels(device)
+    apply = RecurrencePlanKernels.apply
+
+    def forgetful(self: Any, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        apply(self, x[:, :, :8].repeat(1, 1, 2), weight, out)
+
+    monkeypatch.setattr(RecurrencePlanKernels, "apply", forgetful)
+    with pytest.raises(ArithmeticError, match="computes a wrong plan, off by"):
+        try_kernels(device)
+    recurrences._are_right.cache_clear()
+    with pytest.warns(RuntimeWarning, match="wrong plan, off by .*; float32 attention runs in slo"):
+        assert not recurrences._are_right(device)
+    assert not recurrences._are_right(device), "without another warning"
+    recurrences._are_right.cache_clear()
+
+
+def test_a_kernel_that_does_not_compile_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise CudaError("NVRTC does not know this GPU")
+
+    monkeypatch.setattr(CudaLaunch, "__call__", fail)
+    recurrences._are_right.cache_clear()
+    with pytest.warns(RuntimeWarning, match="NVRTC does not know this GPU; float32"):
+        assert not recurrences._are_right(torch.device(DEVICE))
+    recurrences._are_right.cache_clear()
 
 
 def test_only_float32_rows_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

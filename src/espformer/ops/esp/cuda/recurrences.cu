@@ -16,7 +16,7 @@ constexpr int RANKS = 16;               // of a segment
 constexpr int LANES = COLUMNS / 2;      // of a segment: each has two columns
 constexpr int SEGMENTS = 32 / LANES;    // of a warp
 constexpr int SPAN = RANKS * SEGMENTS;  // ranks of a warp
-constexpr int log_2(int x) { return x == 1 ? 0 : 1 + log_2(x / 2); }
+__device__ constexpr int log_2(int x) { return x == 1 ? 0 : 1 + log_2(x / 2); }
 constexpr int LEVELS = log_2(SEGMENTS);
 constexpr u32 ALL = 0xffffffffu;
 

@@ -47,6 +47,8 @@ that errors of single steps do not add up beyond a segment.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -54,7 +56,8 @@ import torch
 from torch import Tensor
 
 from espformer.ops.common import cuda
-from espformer.ops.common.cuda import CudaLaunch, Limits
+from espformer.ops.common.cuda import CudaError, CudaLaunch, Limits
+from espformer.ops.common.operators import has_dispatch_modes
 from espformer.ops.common.triton import INTERPRETED, Shape, ceil_div, once, power_of_2
 
 if TYPE_CHECKING:
@@ -107,12 +110,33 @@ class Tiling(NamedTuple):
         return None
 
 
+@functools.cache
+def _are_right(device: torch.device) -> bool:
+    """Whether the kernels can be compiled for a device, and are right; if not, a warning says why.
+
+    On the first call, which takes seconds unless Triton's cache has the kernels.
+    """
+    from espformer.ops.esp.cuda.trial import try_kernels
+
+    try:
+        with torch.no_grad():
+            try_kernels(device)
+    except (CudaError, ArithmeticError) as error:
+        warnings.warn(
+            f"espformer: {error}; float32 attention runs in slower kernels, whose results differ "
+            "by rounding",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
 def limits(x: Tensor) -> Limits | None:
     """Those of the GPU where rows are, or None if they are not computed here."""
-    if x.dtype != torch.float32 or not x.is_cuda or INTERPRETED:
+    if x.dtype != torch.float32 or not x.is_cuda or INTERPRETED or has_dispatch_modes():
         return None
-    device = x.get_device()
-    return cuda.limits(device) if cuda.can_compile(device) else None
+    return cuda.limits(x.get_device()) if _are_right(x.device) else None
 
 
 def fits(
@@ -220,9 +244,8 @@ class RecurrencePlanKernels:
 
     def _launch(self, name: str, x: Tensor, queries: int, query_rows: bool) -> CudaLaunch:
         shape, scales = self.plan.key_points.shape, self.plan.query_scale is not None
-        device_limits = limits(x)
-        assert device_limits is not None
         _, keys, width = x.shape
+        device_limits = cuda.limits(x.get_device())
         return _launch(name, shape, queries, keys, width, scales, query_rows, device_limits)
 
     def _tensors(self, weight: Tensor | None) -> tuple[Tensor | None, ...]:
