@@ -238,11 +238,10 @@ def test_the_trial_notices_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(RecurrencePlanKernels, "apply", forgetful)
     with pytest.raises(ArithmeticError, match="computes a wrong plan, off by"):
         try_kernels(device)
-    recurrences._are_right.cache_clear()
+    monkeypatch.setattr(recurrences, "_tried", {})
     with pytest.warns(RuntimeWarning, match="wrong plan, off by .*; float32 attention runs in slo"):
         assert not recurrences._are_right(device)
     assert not recurrences._are_right(device), "without another warning"
-    recurrences._are_right.cache_clear()
 
 
 def test_a_kernel_that_does_not_compile_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,10 +249,9 @@ def test_a_kernel_that_does_not_compile_is_not_used(monkeypatch: pytest.MonkeyPa
         raise CudaError("NVRTC does not know this GPU")
 
     monkeypatch.setattr(CudaLaunch, "__call__", fail)
-    recurrences._are_right.cache_clear()
+    monkeypatch.setattr(recurrences, "_tried", {})
     with pytest.warns(RuntimeWarning, match="NVRTC does not know this GPU; float32"):
         assert not recurrences._are_right(torch.device(DEVICE))
-    recurrences._are_right.cache_clear()
 
 
 def test_only_float32_rows_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,6 @@ that errors of single steps do not add up beyond a segment.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -110,12 +109,23 @@ class Tiling(NamedTuple):
         return None
 
 
-@functools.cache
+_tried: dict[torch.device, bool] = {}
+
+
 def _are_right(device: torch.device) -> bool:
     """Whether the kernels can be compiled for a device, and are right; if not, a warning says why.
 
-    On the first call, which takes seconds unless Triton's cache has the kernels.
+    The first call tries them, which takes seconds unless Triton's cache has the kernels. While a
+    CUDA graph is captured nothing can be tried.
     """
+    if device not in _tried:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        _tried[device] = _try(device)
+    return _tried[device]
+
+
+def _try(device: torch.device) -> bool:
     from espformer.ops.esp.cuda.trial import try_kernels
 
     try:
