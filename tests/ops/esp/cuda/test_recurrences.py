@@ -1,6 +1,5 @@
 """Recurrences against dense kernel matrices in float64, on a GPU or by emulation."""
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -184,28 +183,6 @@ def test_attention(
         assert (x.double() - y).norm() <= 2e-5 * y.norm()
     gradients = ["plan_gradients"] * 2  # of values, and of costs
     assert names == ["cross_plans", "apply_plans", *gradients]
-
-
-@pytest.mark.gpu
-def test_lengths_one_after_another() -> None:
-    """Of one kernel, with more shared memory, with less, and with more again."""
-    for ranks in (208, 193, 208):
-        q, k, v = torch.randn(3, 1, 4, ranks, 64, device="cuda").unbind()
-        got = attend(q, k, v, "triton")
-        expected = attend(q.double(), k.double(), v.double(), "linear")
-        for x, y in zip(got, expected, strict=True):
-            assert (x.double() - y).norm() <= 2e-5 * y.norm()
-
-
-@pytest.mark.gpu
-def test_a_thread_that_torch_has_not_used_the_gpu_in() -> None:
-    q, k, v = torch.randn(3, 1, 8, 40, 16, device="cuda").unbind()
-    expected, found = attend(q, k, v, "triton"), []
-    thread = threading.Thread(target=lambda: found.append(attend(q, k, v, "triton")))
-    thread.start()
-    thread.join()
-    for x, y in zip(found[0], expected, strict=True):
-        assert (x - y).norm() <= 1e-5 * y.norm()
 
 
 def test_where_recurrences_fit(monkeypatch: pytest.MonkeyPatch) -> None:
