@@ -169,10 +169,11 @@ def test_padding_changes_nothing(dtype: torch.dtype, hard: bool) -> None:
     torch.testing.assert_close(one, padded[1:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
-def test_captured_as_a_graph(hard: bool) -> None:
+def test_captured_as_a_graph(hard: bool, dtype: torch.dtype) -> None:
     """Forward and backward in a CUDA graph: replays follow new inputs."""
-    leaves = [torch.randn(1, 4, 100, 64, device="cuda").bfloat16() for _ in range(3)]
+    leaves = [torch.randn(1, 4, 100, 64, device="cuda").to(dtype) for _ in range(3)]
     leaves = [x.requires_grad_() for x in leaves]
     upstream = torch.randn_like(leaves[0])
 
