@@ -90,7 +90,7 @@ struct Ranks {
     u32 slot[SPAN];     // where it begins in a tile, in bytes
     float scale[WITH_SCALES ? SPAN : 4];
     float point[SEGMENTS > 1 ? SPAN : 4];
-    float between[(WARPS + 3) / 4 * 4];  // decay between this warp and every other
+    float warp_decay[(WARPS + 3) / 4 * 4];  // between this warp and every other
 };
 
 struct Tables {
@@ -123,7 +123,7 @@ struct Fetched {
     int token[ENTRIES];
     float scale[WITH_SCALES ? ENTRIES : 1];
     float mid_scale[ENTRIES];
-    float there[2];  // the point next to this warp of the warp that has the number of this lane
+    float facing[2];  // the nearest point of the warp that has the number of this lane
     float weight;
 };
 
@@ -148,9 +148,9 @@ __device__ __forceinline__ Fetched fetch(const Arguments& call, i64 pair) {
         }
         found.mid_scale[i] = here && !queries ? call.mid_scale[offset + n] : 0.f;
     }
-    const int there = lane < w ? (lane + 1) * SPAN - 1 : lane * SPAN;
-    found.there[KEYS] = point_at(call.key_points + offset, there, N);
-    found.there[QUERIES] = point_at(call.query_points + offset, there, N);
+    const int nearest = lane < w ? (lane + 1) * SPAN - 1 : lane * SPAN;
+    found.facing[KEYS] = point_at(call.key_points + offset, nearest, N);
+    found.facing[QUERIES] = point_at(call.query_points + offset, nearest, N);
     found.weight = call.weight ? call.weight[pair] : 1.f;
     return found;
 }
@@ -165,11 +165,11 @@ __device__ __forceinline__ Side open_side(
     const int lane = lane_of_warp(), s = segment_of_warp(), w = warp_of_block();
     const float first = pick(fetched.point, SIDE * SPAN);
     const float last = pick(fetched.point, SIDE * SPAN + SPAN - 1);
-    const float there = fetched.there[SIDE];
+    const float facing = fetched.facing[SIDE];
     if (lane < WARPS) {
-        ranks->between[lane] = power_of_2((lane < w ? there - first : last - there) * rate);
+        ranks->warp_decay[lane] = power_of_2((lane < w ? facing - first : last - facing) * rate);
     }
-    const bool next = __shfl_sync(ALL, there, (w + 1) & 31) == last && w + 1 < WARPS;
+    const bool next = __shfl_sync(ALL, facing, (w + 1) & 31) == last && w + 1 < WARPS;
     Side side;
     side.ranks = ranks;
     const int entry = SIDE * SPAN + s * RANKS;
@@ -393,10 +393,10 @@ __device__ __forceinline__ void collect(Carry& carry, const Side& side, Exchange
     const int w = warp_of_block();
     Pair left = {0.f, 0.f}, right = {0.f, 0.f};
     for (int other = 0; other < w; ++other) {
-        left = multiply_add(at(exchange->left, other), side.ranks->between[other], left);
+        left = multiply_add(at(exchange->left, other), side.ranks->warp_decay[other], left);
     }
     for (int other = w + 1; other < WARPS; ++other) {
-        right = multiply_add(at(exchange->right, other), side.ranks->between[other], right);
+        right = multiply_add(at(exchange->right, other), side.ranks->warp_decay[other], right);
     }
     if (SEGMENTS == 1) {
         carry.left = left;
@@ -498,12 +498,12 @@ __device__ __forceinline__ bool has_reduced() {
 
 // Writes numbers by rank, or adds to them if they are not those of the first columns.
 __device__ __forceinline__ void store_reduced(
-    float* to, const float (&x)[RANKS], float factor, bool first, int N) {
+    float* to, const float (&x)[RANKS], float factor, bool first_columns, int N) {
     if (!has_reduced()) return;
 #pragma unroll
     for (int i = 0; i < KEPT; ++i) {
         const int n = first_rank() + reduced_rank() + i;
-        if (n < N) to[n] = first ? x[i] * factor : fmaf(x[i], factor, to[n]);
+        if (n < N) to[n] = first_columns ? x[i] * factor : fmaf(x[i], factor, to[n]);
     }
 }
 
@@ -532,7 +532,7 @@ __device__ __forceinline__ void add_tile(
 // What a block keeps in shared memory, before its tiles of rows.
 struct Scratch {
     Tables tables[WARPS];
-    Exchange first[2], second[2];
+    Exchange of_rows[2], of_products[2];  // of x and g, and of what κ makes of them
 };
 
 static_assert(sizeof(Scratch) == SCRATCH_BYTES, "the host computes another size");
@@ -566,9 +566,9 @@ apply_plans(const Arguments call) {
             Products y;
             {
                 const Rows rows = load_rows(x, keys, column, D, N);
-                Carry carry = publish<false>(rows, keys, &scratch.first[0], nullptr);
+                Carry carry = publish<false>(rows, keys, &scratch.of_rows[0], nullptr);
                 __syncthreads();
-                collect(carry, keys, &scratch.first[0]);
+                collect(carry, keys, &scratch.of_rows[0]);
                 y = times_kappa(rows, carry, keys);
             }
             {
@@ -576,9 +576,9 @@ apply_plans(const Arguments call) {
 #pragma unroll
                 for (int i = 0; i < RANKS; ++i) y.x[i] = y.x[i] * mid_scale[i];
             }
-            Carry carry = publish<false>(y, queries, &scratch.second[0], nullptr);
+            Carry carry = publish<false>(y, queries, &scratch.of_products[0], nullptr);
             __syncthreads();
-            collect(carry, queries, &scratch.second[0]);
+            collect(carry, queries, &scratch.of_products[0]);
             y = times_kappa(y, carry, queries);
             const OfRanks<u32> slot = load_places(queries.ranks->slot);
             OfRanks<float> scale;
@@ -618,7 +618,7 @@ cross_plans(const Arguments call) {
         for (int start = 0; start < D; start += COLUMNS) {
             const int column = start + lane_of_warp() % LANES * 2;
             // Two exchanges in turn, so that one barrier is enough between blocks of columns.
-            Exchange* exchange = start / COLUMNS % 2 ? scratch.second : scratch.first;
+            Exchange* exchange = start / COLUMNS % 2 ? scratch.of_products : scratch.of_rows;
             const Rows key_rows = load_rows(x, keys, column, D, N);
             const Rows query_rows = load_rows(g, queries, column, D, N);
             Carry of_keys = publish<false>(key_rows, keys, &exchange[0], nullptr);
@@ -713,12 +713,12 @@ plan_gradients(const Arguments call) {
             if (l + 1 < end) fetched = fetch(call, pair + 1);
             const Rows key_rows = load_rows(x, keys, column, D, N);
             const Rows query_rows = load_rows(g, queries, column, D, N);
-            Carry of_keys = publish<true>(key_rows, keys, &scratch.first[0], &scratch.tied[0]);
+            Carry of_keys = publish<true>(key_rows, keys, &scratch.of_rows[0], &scratch.tied[0]);
             Carry of_queries =
-                publish<true>(query_rows, queries, &scratch.first[1], &scratch.tied[1]);
+                publish<true>(query_rows, queries, &scratch.of_rows[1], &scratch.tied[1]);
             __syncthreads();
-            collect(of_keys, keys, &scratch.first[0]);
-            collect(of_queries, queries, &scratch.first[1]);
+            collect(of_keys, keys, &scratch.of_rows[0]);
+            collect(of_queries, queries, &scratch.of_rows[1]);
             // Before the next barrier, since the next slice writes there.
             collect_ties(of_keys, keys, &scratch.tied[0], call.key_points + ranks, N);
             collect_ties(of_queries, queries, &scratch.tied[1], call.query_points + ranks, N);
@@ -750,7 +750,7 @@ plan_gradients(const Arguments call) {
                     if (lane_of_warp() == 0) sums[w] = sum;
                 }
             }
-            Carry of_back = publish<true>(products, keys, &scratch.second[1], &scratch.tied[3]);
+            Carry of_back = publish<true>(products, keys, &scratch.of_products[1], &scratch.tied[3]);
             {
                 const OfRanks<float> mid_scale = load_numbers(scratch.tables[w].mid_scale);
 #pragma unroll
@@ -761,14 +761,14 @@ plan_gradients(const Arguments call) {
                 }
             }
             Carry of_products =
-                publish<true>(products, queries, &scratch.second[0], &scratch.tied[2]);
+                publish<true>(products, queries, &scratch.of_products[0], &scratch.tied[2]);
             __syncthreads();
             if (call.totals && threadIdx.x == 0) {
                 float sum = start == 0 ? 0.f : call.totals[pair];
                 for (int other = 0; other < WARPS; ++other) sum += sums[other];
                 call.totals[pair] = sum;
             }
-            collect(of_products, queries, &scratch.second[0]);
+            collect(of_products, queries, &scratch.of_products[0]);
             collect_ties(of_products, queries, &scratch.tied[2], call.query_points + ranks, N);
             float force[RANKS], of_scale[RANKS];
             {
@@ -795,7 +795,7 @@ plan_gradients(const Arguments call) {
             }
 #pragma unroll
             for (int i = 0; i < RANKS; ++i) products.x[i] = scratch.parked[i][threadIdx.x];
-            collect(of_back, keys, &scratch.second[1]);
+            collect(of_back, keys, &scratch.of_products[1]);
             collect_ties(of_back, keys, &scratch.tied[3], call.key_points + ranks, N);
             Products rows;
             forces(
