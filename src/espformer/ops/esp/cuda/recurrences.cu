@@ -407,13 +407,12 @@ __device__ __forceinline__ void collect(Carry& carry, const Side& side, Exchange
     }
 }
 
-// The first of the sorted points that is at least x, or, with `above`, larger: the number of those
-// before it.
-__device__ __forceinline__ int count_below(const float* points, float x, bool above, int N) {
+// How many of the sorted points are below x, or equal to it if those count too.
+__device__ __forceinline__ int count_below(const float* points, float x, bool equal_too, int N) {
     int begin = 0, end = N;
     while (begin < end) {
         const int middle = (begin + end) / 2;
-        const bool below = above ? points[middle] <= x : points[middle] < x;
+        const bool below = equal_too ? points[middle] <= x : points[middle] < x;
         if (below) begin = middle + 1;
         else end = middle;
     }
