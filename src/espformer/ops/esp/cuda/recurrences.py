@@ -47,6 +47,7 @@ that errors of single steps do not add up beyond a segment.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -128,8 +129,9 @@ def _are_right(device: torch.device) -> bool:
 def _try(device: torch.device) -> bool:
     from espformer.ops.esp.cuda.trial import try_kernels
 
+    current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     try:
-        with torch.no_grad():
+        with current, torch.no_grad():
             try_kernels(device)
     except (CudaError, ArithmeticError) as error:
         warnings.warn(
