@@ -506,6 +506,12 @@ __device__ __forceinline__ void store_reduced(
     }
 }
 
+__device__ __forceinline__ float sum_of_warp(float x) {
+#pragma unroll
+    for (int away = 16; away > 0; away /= 2) x += __shfl_xor_sync(ALL, x, away);
+    return x;
+}
+
 // ---- tiles of rows that slices are added to -----------------------------------------------------
 
 __device__ __forceinline__ void clear_tile(float* tile, int rows) {
@@ -631,8 +637,7 @@ cross_plans(const Arguments call) {
 #pragma unroll
             for (int i = 0; i < RANKS; ++i) sum = fmaf(mid_scale[i], dot(a[i], b[i], 0.f), sum);
         }
-#pragma unroll
-        for (int away = 16; away > 0; away /= 2) sum += __shfl_xor_sync(ALL, sum, away);
+        sum = sum_of_warp(sum);
         float* by_warp = sums + l % 2 * WARPS;
         if (lane_of_warp() == 0) by_warp[w] = sum;
         __syncthreads();
@@ -742,10 +747,7 @@ plan_gradients(const Arguments call) {
                     store_reduced(call.d_mid_scale + ranks, dots, weight, start == 0, N);
                 }
                 if (call.totals) {
-#pragma unroll
-                    for (int away = 16; away > 0; away /= 2) {
-                        sum += __shfl_xor_sync(ALL, sum, away);
-                    }
+                    sum = sum_of_warp(sum);
                     if (lane_of_warp() == 0) sums[w] = sum;
                 }
             }
