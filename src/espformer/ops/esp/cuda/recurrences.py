@@ -20,7 +20,7 @@ A block has one head, and all of its ranks at once. It applies one slice after a
 rows of the result by token to a *tile* in shared memory, which is written once.
 
 **Why float32 alone.** Tensor cores multiply 16-bit rows by κ faster than these kernels add them
-up, but for float32 rows they take three products in TF32. There recurrences are faster and more
+up, but for float32 rows they take three products in TF32. There recurrences are faster, and as
 accurate.
 
 **Widths and lengths.** A block works on 4 to 64 columns at a time. With fewer columns a warp has
